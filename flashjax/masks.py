@@ -1,0 +1,847 @@
+"""Masks: which keys a query may see, as frozen pytrees that compose with ``&``, ``|`` and ``~``.
+
+A mask is a function of four global indices, ``element(b, h, q, k, **operands) -> bool``, in plain jnp on
+broadcastable arrays: the same lines run in a kernel on one tile and in the oracle on everything. What
+a mask reads besides the indices are its declared operands, arrays tagged with the axes they are indexed
+by: ``"b"`` batch row, ``"h"`` query head, ``"q"`` query position, ``"k"`` key position. From the tag alone
+follows which part of the array a tile needs.
+
+A mask may also say what it knows of a whole rectangle, ``tile(b, h, q, k, **operands) -> (empty, full)``,
+where q, k and the operands are ranges of values. Backends never load a tile that is surely empty and
+never mask one that is surely full.
+
+`Mask.resolve` fixes a mask to the sizes of one call: arrays get four dimensions ``[b, h, q, k]`` (each
+size 1 or full), ``align="end"`` becomes an offset. Only resolved masks reach a backend.
+
+An int field (an offset, a window size) is part of the program; an array in its place is data, so that
+changing it costs no new trace.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flashjax import problem as checks
+
+_LIMIT = 2**30  # positions and offsets are clipped to +-2^30, so that their sums stay in int32
+
+
+class Range(NamedTuple):
+    """Inclusive bounds on a value within a tile; booleans count as 0 and 1."""
+
+    lo: Any
+    hi: Any
+
+
+class Operand(NamedTuple):
+    """An array that a mask reads, and the axes it is indexed by.
+
+    Attributes:
+      array: one dimension per letter of ``axes``, each of size 1 or of the full axis.
+      axes: letters of ``"bhqk"`` in this order, for instance ``"bk"`` for one value per row and key.
+      block: how many queries and how many keys share one entry.
+    """
+
+    array: Any
+    axes: str
+    block: tuple[int, int] = (1, 1)
+
+
+class Sizes(NamedTuple):
+    """What a mask is resolved against: B, N, T, S and the lengths, where given."""
+
+    batch: int
+    heads: int
+    query_length: int
+    key_length: int
+    query_lengths: Any = None
+    key_lengths: Any = None
+
+
+# ---- pytree and value semantics --------------------------------------------------------------------
+
+
+def _is_static(value: Any) -> bool:
+    """Whether a field is part of the program; everything else is data."""
+    if isinstance(value, tuple):
+        return all(isinstance(x, int | str) for x in value)
+    return value is None or isinstance(value, int | str) or callable(value)
+
+
+def _flatten(mask: Mask) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    names = [f.name for f in dataclasses.fields(mask)]
+    static = tuple((n, getattr(mask, n)) for n in names if n not in mask._dynamic)
+    return tuple(getattr(mask, n) for n in mask._dynamic), (mask._dynamic, static)
+
+
+def _flatten_with_keys(mask: Mask) -> tuple[Any, Any]:
+    children, aux = _flatten(mask)
+    keys = (jax.tree_util.GetAttrKey(name) for name in mask._dynamic)
+    return tuple(zip(keys, children, strict=True)), aux
+
+
+def _unflattener(cls: type) -> Callable:
+    def unflatten(aux: tuple[Any, ...], children: tuple[Any, ...]) -> Mask:
+        # No checks: JAX rebuilds masks around axis numbers, shapes and other things than arrays.
+        dynamic, static = aux
+        mask = object.__new__(cls)
+        mask._set(_dynamic=dynamic, **dict(static), **dict(zip(dynamic, children, strict=True)))
+        return mask
+
+    return unflatten
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    arrays = (jax.Array, np.ndarray)
+    if isinstance(a, arrays) and isinstance(b, arrays):
+        if checks.is_traced(a) or checks.is_traced(b):
+            return False
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, arrays) or isinstance(b, arrays):
+        return False
+    return bool(a == b)
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_hashable(x) for x in value)
+    if isinstance(value, jax.Array | np.ndarray):
+        return value.shape, str(value.dtype)
+    return value
+
+
+# ---- the base ----------------------------------------------------------------------------------
+
+
+class Mask:
+    """Base of all masks. True means that the query may attend to the key.
+
+    Combine masks with ``&`` (both), ``|`` (either) and ``~`` (not); a boolean array on either side of
+    an operator counts as `Dense`. Masks compare and hash by value, and are pytrees: they pass through
+    ``jax.jit``, ``jax.vmap`` and ``jax.lax.scan`` like any argument.
+    """
+
+    _axes: dict[str, str] = {}  # noqa: RUF012 - constant, overridden per class
+    _dynamic: tuple[str, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        # One frozen value class a mask; equality and hash are the base's, which know about arrays.
+        dataclasses.dataclass(frozen=True, eq=False)(cls)
+        jax.tree_util.register_pytree_with_keys(
+            cls, _flatten_with_keys, _unflattener(cls), _flatten
+        )
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _freeze(self, **values: Any) -> None:
+        """Store checked fields and note which of them are data."""
+        self._set(**values)
+        dynamic = [
+            f.name
+            for f in dataclasses.fields(self)
+            if isinstance(getattr(self, f.name), Mask) or not _is_static(getattr(self, f.name))
+        ]
+        self._set(_dynamic=tuple(dynamic))
+
+    def operands(self) -> dict[str, Operand]:
+        """Return the arrays that this mask reads, by name, in the order of its pytree leaves."""
+        return {name: Operand(getattr(self, name), self._axes[name]) for name in self._dynamic}
+
+    def element(self, b: Any, h: Any, q: Any, k: Any, **operands: Any) -> jax.Array:
+        """Say whether query q of head h in row b may see key k; all arguments broadcast."""
+        raise NotImplementedError
+
+    def tile(self, b: Any, h: Any, q: Range, k: Range, **operands: Range) -> tuple[Any, Any]:
+        """Say of a rectangle whether it is surely empty and whether it is surely full."""
+        return False, False
+
+    def resolve(self, sizes: Sizes) -> Mask:
+        """Fix the mask to the sizes of a call; check and reshape its arrays to four dimensions."""
+        arrays = {}
+        for name, operand in self.operands().items():
+            arrays[name] = _expand(f"{type(self).__name__}.{name}", operand, sizes)
+            if operand.axes == "b":  # lengths, offsets and window sizes are positions
+                arrays[name] = _as_position(arrays[name])
+        return self._replace(**arrays)
+
+    def _replace(self, **values: Any) -> Mask:
+        new = object.__new__(type(self))
+        new._set(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
+        new._freeze(**values)
+        return new
+
+    def dense(
+        self,
+        query_length: int,
+        key_length: int | None = None,
+        *,
+        batch: int | None = None,
+        heads: int | None = None,
+        query_seq_lengths: Any = None,
+        key_value_seq_lengths: Any = None,
+    ) -> jax.Array:
+        """Materialise the mask, for checks and pictures: quadratic memory.
+
+        Args:
+          query_length: T.
+          key_length: S; None means T.
+          batch, heads: B and N; None takes them from the mask's own arrays, or 1.
+          query_seq_lengths, key_value_seq_lengths: lengths that ``align="end"`` counts from, int
+            ``[B]``. They hide nothing here; `Lengths` does.
+
+        Returns:
+          Boolean ``[B, N, T, S]``, True where a query may attend.
+
+        Example:
+          >>> Causal().dense(2)[0, 0].tolist()
+          [[True, False], [True, True]]
+        """
+        if key_length is None:
+            key_length = query_length
+        batch = batch or _own_size(self, "b", query_seq_lengths, key_value_seq_lengths)
+        heads = heads or _own_size(self, "h")
+        mask = self.resolve(
+            Sizes(batch, heads, query_length, key_length, query_seq_lengths, key_value_seq_lengths)
+        )
+        b, h, q, k = (
+            jnp.arange(n, dtype=jnp.int32).reshape([-1 if i == axis else 1 for i in range(4)])
+            for axis, n in enumerate((batch, heads, query_length, key_length))
+        )
+        operands = {name: whole(operand, q, k) for name, operand in mask.operands().items()}
+        visible = mask.element(b, h, q, k, **operands)
+        return jnp.broadcast_to(visible, (batch, heads, query_length, key_length))
+
+    def picture(
+        self,
+        query_length: int,
+        key_length: int | None = None,
+        *,
+        row: int = 0,
+        head: int = 0,
+        width: int = 64,
+        **sizes: Any,
+    ) -> str:
+        """Draw the mask: queries downwards, keys to the right.
+
+        ``█`` is visible and ``·`` hidden. A mask larger than ``width`` is drawn in blocks, where ``▒``
+        is a block that is partly visible.
+
+        Args:
+          query_length, key_length: T and S; S defaults to T.
+          row, head: which batch row and query head to draw.
+          width: the largest number of characters a side.
+          **sizes: further arguments of `dense`.
+
+        Returns:
+          The picture as text of at most ``width`` lines.
+
+        Example:
+          >>> print(SlidingWindow(1).picture(4))
+          █···
+          ██··
+          ·██·
+          ··██
+        """
+        seen = np.asarray(self.dense(query_length, key_length, **sizes))[row, head]
+        step = max(1, -(-max(seen.shape) // width))
+        lines = []
+        for i in range(0, seen.shape[0], step):
+            blocks = (seen[i : i + step, j : j + step] for j in range(0, seen.shape[1], step))
+            lines.append("".join("█" if b.all() else "▒" if b.any() else "·" for b in blocks))
+        return "\n".join(lines)
+
+    def __and__(self, other: Any) -> Mask:
+        return And(self, other)
+
+    def __rand__(self, other: Any) -> Mask:
+        return And(other, self)
+
+    def __or__(self, other: Any) -> Mask:
+        return Or(self, other)
+
+    def __ror__(self, other: Any) -> Mask:
+        return Or(other, self)
+
+    def __invert__(self) -> Mask:
+        return Not(self)
+
+    __array_ufunc__ = None  # a NumPy array on the left of an operator leaves it to the mask
+
+    def __bool__(self) -> bool:
+        checks.reject_truth_value(self)
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        return all(
+            _same(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)
+        )
+
+    def __hash__(self) -> int:
+        values = (getattr(self, f.name) for f in dataclasses.fields(self))
+        return hash((type(self), tuple(_hashable(v) for v in values)))
+
+
+# ---- the stock masks -------------------------------------------------------------------------------
+
+
+class _Aligned(Mask):
+    """What masks share that count from a shifted query position ``q + offset``."""
+
+    def resolve(self, sizes: Sizes) -> Mask:
+        if self.align == "end":
+            keys = sizes.key_length if sizes.key_lengths is None else sizes.key_lengths
+            queries = sizes.query_length if sizes.query_lengths is None else sizes.query_lengths
+            if not isinstance(keys, int) or not isinstance(queries, int):
+                keys, queries = (_as_position(jnp.asarray(x)) for x in (keys, queries))
+            self = self._replace(offset=keys - queries, align="start")
+        if isinstance(self.offset, int):
+            self = self._replace(offset=max(-_LIMIT, min(_LIMIT, self.offset)))
+        return Mask.resolve(self, sizes)
+
+
+class Causal(_Aligned):
+    """Let query i see keys ``<= i + offset``.
+
+    Args:
+      offset: how far queries are shifted against keys: an int, or an integer array, a scalar or one
+        value per batch row ``[B]``, which may be traced. Default 0: query i sees keys 0..i.
+      align: ``"start"`` uses ``offset``; ``"end"`` sets it to ``S - T``, or per row to
+        ``key length - query length`` where lengths are given, so that the last query sees every key.
+
+    Raises:
+      ValueError: ``align`` is unknown, or ``"end"`` together with an offset.
+      TypeError: ``offset`` is not integral.
+
+    Example:
+      >>> print(Causal(align="end").picture(2, 4))
+      ███·
+      ████
+    """
+
+    offset: Any = 0
+    align: str = "start"
+    _axes = {"offset": "b"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        self._freeze(
+            offset=checks.check_offset("Causal.offset", self.offset),
+            align=checks.check_align(self.align),
+        )
+        checks.check_align_with_offset(self.align, self.offset)
+
+    def element(self, b, h, q, k, *, offset=None):
+        return k <= q + (self.offset if offset is None else offset)
+
+    def tile(self, b, h, q, k, *, offset=None):
+        low, high = (self.offset, self.offset) if offset is None else offset
+        return k.lo > q.hi + high, k.hi <= q.lo + low
+
+
+class SlidingWindow(_Aligned):
+    """Let query i see keys from ``i + offset - left`` to ``i + offset + right``, both included.
+
+    Args:
+      left: keys to the left of the query's position, besides its own: an int, an integer array (scalar
+        or ``[B]``, may be traced), or None for no limit.
+      right: likewise to the right. Default 0, so that ``SlidingWindow(1024)`` alone is causal.
+      offset, align: as in `Causal`.
+
+    Raises:
+      ValueError: a size is negative; ``align`` is unknown, or ``"end"`` together with an offset.
+      TypeError: a size or the offset is not integral.
+
+    Notes:
+      A model's ``sliding_window = W`` that counts the token itself is ``SlidingWindow(W - 1)``.
+
+    Example:
+      >>> print(SlidingWindow(1, 1).picture(3))
+      ██·
+      ███
+      ·██
+    """
+
+    left: Any
+    right: Any = 0
+    offset: Any = 0
+    align: str = "start"
+    _axes = {"left": "b", "right": "b", "offset": "b"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        self._freeze(
+            left=checks.check_window("left", self.left),
+            right=checks.check_window("right", self.right),
+            offset=checks.check_offset("SlidingWindow.offset", self.offset),
+            align=checks.check_align(self.align),
+        )
+        checks.check_align_with_offset(self.align, self.offset)
+
+    def _bounds(self, operands: dict[str, Any]) -> tuple[Any, Any, Any]:
+        left, right, offset = (
+            operands.get(name, getattr(self, name)) for name in ("left", "right", "offset")
+        )
+        limit = lambda x: min(x, _LIMIT) if isinstance(x, int) else x
+        return limit(left), limit(right), offset
+
+    def element(self, b, h, q, k, **operands):
+        left, right, offset = self._bounds(operands)
+        distance = k - (q + offset)
+        visible = jnp.ones_like(distance, dtype=bool)
+        if left is not None:
+            visible = distance >= -left
+        if right is not None:
+            visible = visible & (distance <= right)
+        return visible
+
+    def tile(self, b, h, q, k, **operands):
+        left, right, offset = self._bounds(operands)
+        low, high = _as_range(offset)
+        nearest, farthest = k.lo - q.hi - high, k.hi - q.lo - low
+        empty, full = jnp.zeros_like(nearest, dtype=bool), jnp.ones_like(nearest, dtype=bool)
+        if left is not None:
+            left = _as_range(left)
+            empty, full = empty | (farthest < -left.hi), full & (nearest >= -left.lo)
+        if right is not None:
+            right = _as_range(right)
+            empty, full = empty | (nearest > right.hi), full & (farthest <= right.lo)
+        return empty, full
+
+
+class Segments(Mask):
+    """Let a query see the keys of its own segment: packed documents, or padding with an id of its own.
+
+    Args:
+      query_ids: integer ids ``[B, T]`` or ``[T]``.
+      key_ids: integer ids ``[B, S]`` or ``[S]``; None means ``query_ids``.
+
+    Raises:
+      TypeError: the ids are not integers.
+
+    Notes:
+      Ids are compared for equality and need not be sorted. Tiles are skipped by the range of their ids,
+      so documents that lie one after the other, with rising ids, skip best.
+
+    Example:
+      >>> print(Segments([0, 0, 1]).picture(3))
+      ██·
+      ██·
+      ··█
+    """
+
+    query_ids: Any
+    key_ids: Any = None
+    _axes = {"query_ids": "bq", "key_ids": "bk"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        query_ids = checks.check_integers("Segments.query_ids", self.query_ids)
+        key_ids = query_ids
+        if self.key_ids is not None:
+            key_ids = checks.check_integers("Segments.key_ids", self.key_ids)
+        self._freeze(query_ids=query_ids, key_ids=key_ids)
+
+    def element(self, b, h, q, k, *, query_ids, key_ids):
+        dtype = jnp.promote_types(query_ids.dtype, key_ids.dtype)
+        return query_ids.astype(dtype) == key_ids.astype(dtype)
+
+    def tile(self, b, h, q, k, *, query_ids, key_ids):
+        dtype = jnp.promote_types(query_ids.lo.dtype, key_ids.lo.dtype)
+        ids, other = (Range(*(x.astype(dtype) for x in r)) for r in (query_ids, key_ids))
+        empty = (ids.hi < other.lo) | (other.hi < ids.lo)
+        return empty, (ids.lo == ids.hi) & (other.lo == other.hi) & (ids.lo == other.lo)
+
+
+class PrefixLM(Mask):
+    """Let every query see the first ``prefix_lengths`` keys, and the rest causally.
+
+    Args:
+      prefix_lengths: an int, or an integer array, a scalar or one length per batch row ``[B]``.
+
+    Raises:
+      TypeError: the lengths are not integers.
+
+    Example:
+      >>> print(PrefixLM(2).picture(4))
+      ██··
+      ██··
+      ███·
+      ████
+    """
+
+    prefix_lengths: Any
+    _axes = {"prefix_lengths": "b"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        lengths = checks.check_offset("PrefixLM.prefix_lengths", self.prefix_lengths)
+        self._freeze(prefix_lengths=lengths)
+
+    def element(self, b, h, q, k, *, prefix_lengths=None):
+        return (k <= q) | (k < (self.prefix_lengths if prefix_lengths is None else prefix_lengths))
+
+    def tile(self, b, h, q, k, *, prefix_lengths=None):
+        prefix = _as_range(self.prefix_lengths if prefix_lengths is None else prefix_lengths)
+        return (k.lo > q.hi) & (k.lo >= prefix.hi), (k.hi <= q.lo) | (k.hi < prefix.lo)
+
+
+class Lengths(Mask):
+    """Hide what lies beyond the length of a row: queries from ``query_lengths`` on see nothing, keys from
+    ``key_lengths`` on are seen by none.
+
+    Args:
+      query_lengths: an int or integer array, a scalar or ``[B]``; None hides no query.
+      key_lengths: likewise for keys.
+
+    Raises:
+      TypeError: the lengths are not integers.
+
+    Example:
+      >>> print(Lengths(key_lengths=1).picture(2))
+      █·
+      █·
+    """
+
+    query_lengths: Any = None
+    key_lengths: Any = None
+    _axes = {"query_lengths": "b", "key_lengths": "b"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        lengths = {}
+        for name in ("query_lengths", "key_lengths"):
+            value = getattr(self, name)
+            lengths[name] = (
+                value if value is None else checks.check_offset(f"Lengths.{name}", value)
+            )
+        self._freeze(**lengths)
+
+    def element(self, b, h, q, k, **operands):
+        visible = jnp.ones(jnp.broadcast_shapes(q.shape, k.shape), dtype=bool)
+        for name, position in (("query_lengths", q), ("key_lengths", k)):
+            length = operands.get(name, getattr(self, name))
+            if length is not None:
+                visible = visible & (position < length)
+        return visible
+
+    def tile(self, b, h, q, k, **operands):
+        empty, full = False, True
+        for name, position in (("query_lengths", q), ("key_lengths", k)):
+            length = operands.get(name, getattr(self, name))
+            if length is not None:
+                length = _as_range(length)
+                empty = empty | (position.lo >= length.hi)
+                full = full & (position.hi < length.lo)
+        return empty, full
+
+
+class Dense(Mask):
+    """Use a boolean array as the mask.
+
+    Args:
+      array: boolean, broadcastable to ``[B, N, T, S]``, True where a query may attend.
+
+    Raises:
+      TypeError: the array is not boolean.
+      ValueError: it has more than four dimensions, or does not broadcast (when the mask is used).
+
+    Example:
+      >>> print(Dense([[True, False], [True, True]]).picture(2))
+      █·
+      ██
+    """
+
+    array: Any
+    _axes = {"array": "bhqk"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        self._freeze(array=checks.check_mask_array("mask", self.array))
+
+    def element(self, b, h, q, k, *, array):
+        return array
+
+    def tile(self, b, h, q, k, *, array):
+        return ~array.hi, array.lo
+
+
+class BlockSparse(Mask):
+    """Let whole blocks of queries see whole blocks of keys.
+
+    Args:
+      blocks: boolean, broadcastable to ``[B, N, ceil(T / block), ceil(S / block)]``.
+      block_size: an int, or a pair (queries, keys).
+
+    Raises:
+      TypeError: ``blocks`` is not boolean.
+      ValueError: ``block_size`` is not positive; ``blocks`` does not fit (when the mask is used).
+
+    Example:
+      >>> print(BlockSparse([[True, False], [True, True]], 2).picture(4))
+      ██··
+      ██··
+      ████
+      ████
+    """
+
+    blocks: Any
+    block_size: Any = 128
+    _axes = {"blocks": "bhqk"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        self._freeze(
+            blocks=checks.check_mask_array("BlockSparse.blocks", self.blocks),
+            block_size=checks.check_block_size(self.block_size),
+        )
+
+    def operands(self):
+        return {"blocks": Operand(self.blocks, "bhqk", self.block_size)}
+
+    def element(self, b, h, q, k, *, blocks):
+        return blocks
+
+    def tile(self, b, h, q, k, *, blocks):
+        return ~blocks.hi, blocks.lo
+
+
+class CustomMask(Mask):
+    """Make a mask of a function.
+
+    Args:
+      function: ``function(b, h, q, k, **operands) -> bool``, elementwise jnp on int32 index arrays that
+        broadcast to one another: batch row, query head, query position, key position. Arrays that it
+        reads must be declared as operands; it must not close over any.
+      bounds: optional ``bounds(b, h, q, k, **operands) -> (empty, full)``, where q, k and the operands
+        are `Range` pairs (lo, hi): whether the rectangle is surely empty, surely full. Without it no
+        tile is skipped. ``False`` is always a right answer.
+      **operands: `Operand` arrays by name; each reaches the function broadcast-ready.
+
+    Raises:
+      ValueError: an operand's axes are not letters of ``"bhqk"`` in order, or do not fit its array.
+
+    Notes:
+      Masks compare by the identity of their function: define it once, outside the training step.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def same_parity(b, h, q, k, shift):
+      ...     return (q + k + shift) % 2 == 0
+      >>> print(CustomMask(same_parity, shift=Operand(jnp.array([0]), "b")).picture(3))
+      █·█
+      ·█·
+      █·█
+    """
+
+    function: Callable
+    bounds: Callable | None
+    names: tuple[str, ...]
+    axes: tuple[str, ...]
+    arrays: tuple[Any, ...]
+
+    def __init__(self, function: Callable, bounds: Callable | None = None, **operands: Operand):
+        arrays, axes = [], []
+        for name, operand in operands.items():
+            array, tag = operand[:2]
+            arrays.append(checks.check_array(f"operand {name}", array))
+            axes.append(checks.check_operand_axes(name, tag, arrays[-1].ndim))
+        self._set(function=function, bounds=bounds, names=tuple(operands), axes=tuple(axes))
+        self._set(arrays=tuple(arrays), _dynamic=("arrays",))
+
+    def operands(self):
+        return {
+            n: Operand(x, a) for n, x, a in zip(self.names, self.arrays, self.axes, strict=True)
+        }
+
+    def resolve(self, sizes):
+        arrays = [_expand(f"operand {n}", o, sizes) for n, o in self.operands().items()]
+        new = object.__new__(CustomMask)
+        axes = ("bhqk",) * len(arrays)
+        new._set(function=self.function, bounds=self.bounds, names=self.names, axes=axes)
+        new._set(arrays=tuple(arrays), _dynamic=("arrays",))
+        return new
+
+    def element(self, b, h, q, k, **operands):
+        return self.function(b, h, q, k, **operands)
+
+    def tile(self, b, h, q, k, **operands):
+        if self.bounds is None:
+            return False, False
+        return self.bounds(b, h, q, k, **operands)
+
+
+# ---- the algebra -----------------------------------------------------------------------------------
+
+
+class _Composite(Mask):
+    """What And, Or and Not share: operands of the parts under names with a prefix."""
+
+    def _parts(self) -> tuple[Mask, ...]:
+        return tuple(getattr(self, name) for name in self._dynamic)
+
+    def operands(self):
+        return {
+            f"{i}.{name}": operand
+            for i, part in enumerate(self._parts())
+            for name, operand in part.operands().items()
+        }
+
+    def _each(self, method: str, b, h, q, k, operands: dict[str, Any]) -> list[Any]:
+        results = []
+        for i, part in enumerate(self._parts()):
+            own = {n.split(".", 1)[1]: x for n, x in operands.items() if n.startswith(f"{i}.")}
+            results.append(getattr(part, method)(b, h, q, k, **own))
+        return results
+
+    def resolve(self, sizes):
+        return self._replace(
+            **{n: p.resolve(sizes) for n, p in zip(self._dynamic, self._parts(), strict=True)}
+        )
+
+
+class And(_Composite):
+    """See what both masks see: ``left & right``."""
+
+    left: Any
+    right: Any
+
+    def __post_init__(self) -> None:
+        self._freeze(left=as_mask(self.left), right=as_mask(self.right))
+
+    def element(self, b, h, q, k, **operands):
+        left, right = self._each("element", b, h, q, k, operands)
+        return left & right
+
+    def tile(self, b, h, q, k, **operands):
+        left, right = self._each("tile", b, h, q, k, operands)
+        return left[0] | right[0], left[1] & right[1]
+
+
+class Or(_Composite):
+    """See what either mask sees: ``left | right``."""
+
+    left: Any
+    right: Any
+
+    def __post_init__(self) -> None:
+        self._freeze(left=as_mask(self.left), right=as_mask(self.right))
+
+    def element(self, b, h, q, k, **operands):
+        left, right = self._each("element", b, h, q, k, operands)
+        return left | right
+
+    def tile(self, b, h, q, k, **operands):
+        left, right = self._each("tile", b, h, q, k, operands)
+        return left[0] & right[0], left[1] | right[1]
+
+
+class Not(_Composite):
+    """See what the mask hides: ``~mask``."""
+
+    mask: Any
+
+    def __post_init__(self) -> None:
+        self._freeze(mask=as_mask(self.mask))
+
+    def element(self, b, h, q, k, **operands):
+        (seen,) = self._each("element", b, h, q, k, operands)
+        return ~seen
+
+    def tile(self, b, h, q, k, **operands):
+        ((empty, full),) = self._each("tile", b, h, q, k, operands)
+        return full, empty
+
+
+def as_mask(value: Any) -> Mask:
+    """Return a mask as it is and a boolean array as `Dense`."""
+    if isinstance(value, Mask):
+        return value
+    if not isinstance(value, np.ndarray | jax.Array):
+        checks.check_mask_operand(value)
+    return Dense(value)
+
+
+def from_arguments(
+    mask: Any,
+    sizes: Sizes,
+    *,
+    is_causal: Any,
+    query_seq_lengths: Any,
+    key_value_seq_lengths: Any,
+    local_window_size: Any,
+) -> Mask | None:
+    """Make one resolved mask of all the arguments that hide something; None hides nothing.
+
+    Args:
+      mask: a `Mask`, a boolean array, or None.
+      sizes: B, N, T and S of the call.
+      is_causal, query_seq_lengths, key_value_seq_lengths, local_window_size: as in `flash_attention`.
+    """
+    query_lengths = checks.check_lengths("query_seq_lengths", query_seq_lengths, sizes.batch)
+    key_lengths = checks.check_lengths("key_value_seq_lengths", key_value_seq_lengths, sizes.batch)
+    parts = []
+    if checks.check_flag("is_causal", is_causal):
+        parts.append(Causal())
+    if local_window_size is not None:
+        parts.append(SlidingWindow(*checks.check_local_window(local_window_size)))
+    if query_lengths is not None or key_lengths is not None:
+        parts.append(Lengths(query_lengths, key_lengths))
+    if isinstance(mask, Mask):
+        parts.append(mask)
+    elif mask is not None:
+        if not isinstance(mask, np.ndarray | jax.Array | list):
+            checks.check_mask_type(mask)
+        parts.append(Dense(mask))
+    if not parts:
+        return None
+    whole_mask = parts[0]
+    for part in parts[1:]:
+        whole_mask = whole_mask & part
+    return whole_mask.resolve(sizes._replace(query_lengths=query_lengths, key_lengths=key_lengths))
+
+
+# ---- arrays of masks -------------------------------------------------------------------------------
+
+
+def whole(operand: Operand, q: jax.Array, k: jax.Array) -> jax.Array:
+    """Give a resolved operand one entry per query and key position, ready to broadcast."""
+    array = operand.array
+    for axis, position, block in ((2, q, operand.block[0]), (3, k, operand.block[1])):
+        if block > 1 and array.shape[axis] > 1:
+            array = jnp.take(array, position.reshape(-1) // block, axis=axis)
+    return array
+
+
+def _expand(name: str, operand: Operand, sizes: Sizes) -> jax.Array:
+    """Check an operand against the call and give it the four dimensions [b, h, q, k]."""
+    array, axes, block = operand
+    tiled = (-(-sizes.query_length // block[0]), -(-sizes.key_length // block[1]))
+    full = dict(zip("bhqk", (sizes.batch, sizes.heads, *tiled), strict=True))
+    checks.check_operand_shape(name, array.shape, tuple(full[a] for a in axes), axes)
+    given = dict(zip(axes[::-1], array.shape[::-1], strict=False))
+    return array.reshape([given.get(a, 1) for a in "bhqk"])
+
+
+def _as_position(x: jax.Array) -> jax.Array:
+    """Convert to int32, clipped so that the sum of two positions does not overflow."""
+    info = jnp.iinfo(x.dtype)
+    return jnp.clip(x, max(info.min, -_LIMIT), min(info.max, _LIMIT)).astype(jnp.int32)
+
+
+def _as_range(value: Any) -> Range:
+    return value if isinstance(value, Range) else Range(value, value)
+
+
+def _own_size(mask: Mask, axis: str, *lengths: Any) -> int:
+    sizes = [jnp.shape(x)[0] for x in lengths if x is not None and jnp.ndim(x) == 1]
+    for operand in mask.operands().values():
+        shape = dict(zip(operand.axes[::-1], operand.array.shape[::-1], strict=False))
+        sizes.append(shape.get(axis, 1))
+    return max(sizes, default=1)

@@ -1,0 +1,519 @@
+"""The facts of one attention call, and every check of the caller's input.
+
+`Problem` is what is known when a call is traced: sizes, dtypes, the shape of the mask, options. It is
+frozen and hashable, so it can be the static argument of a jitted function. `Inputs` is what is known
+only when the call runs: the arrays. `make` turns a user's arguments into the two, or raises.
+
+Errors say what, what was given, what is needed and what to do. Caller's mistakes are ValueError or
+TypeError; `UnsupportedError` is for calls that mean something but that a backend does not do.
+"""
+
+import dataclasses
+import math
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class UnsupportedError(NotImplementedError):
+    """Raised when a call is legal but the backend that was named does not do it."""
+
+
+class Inputs(NamedTuple):
+    """The arrays of one call, in the form that every backend receives them.
+
+    Attributes:
+      query: ``[B, T, N, D]``.
+      key: ``[B, S, K, D]``, dtype of query.
+      value: ``[B, S, K, Dv]``, dtype of query.
+      bias: ``[b, n, t, s]``, each size 1 or full, any floating dtype; or None.
+      mask: a resolved `Mask`, whose arrays all have four dimensions; or None.
+      scale: ``[b, 1, 1, 1]`` in the dtype of the logits; None means ``1 / sqrt(D)``.
+      dropout_words: two uint32 words ``[b, 2]``; or None.
+
+    A leading size ``b`` divides the batch: row ``r`` of the batch reads row ``r % b``.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any = None
+    mask: Any = None
+    scale: Any = None
+    dropout_words: Any = None
+
+
+class Gradients(NamedTuple):
+    """Gradients of one call, in the shapes and dtypes of the inputs of the same names."""
+
+    query: Any
+    key: Any
+    value: Any
+    bias: Any = None
+    scale: Any = None
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Which of the optional gradients a backward pass must compute."""
+
+    bias: bool = False
+    scale: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is known about a call when it is traced.
+
+    Attributes:
+      batch, query_length, key_length, heads, kv_heads, head_dim, value_dim: B, T, S, N, K, D, Dv.
+      dtype: the common dtype of query, key and value.
+      mask: the resolved mask with shapes in place of its arrays, None without a mask.
+      bias: shape and dtype of the bias, None without one.
+      scaled: whether a scale was given; otherwise it is ``1 / sqrt(D)``.
+      softcap: bound on the scaled products, None without one.
+      dropout_rate: in [0, 1).
+      broadcast_dropout: whether all rows and heads share one keep mask.
+      precision: what `jax.lax.dot_general` takes under that name.
+      deterministic: whether the backward pass must repeat bit for bit.
+      batch_period: row ``r`` counts as batch index ``r % batch_period``. It differs from ``batch``
+        under `jax.vmap` alone, where the mapped axis is folded into the batch.
+    """
+
+    batch: int
+    query_length: int
+    key_length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: Any
+    mask: Any = None
+    bias: Any = None
+    scaled: bool = False
+    softcap: float | None = None
+    dropout_rate: float = 0.0
+    broadcast_dropout: bool = False
+    precision: Any = None
+    deterministic: bool = False
+    batch_period: int = 1
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head, G."""
+        return self.heads // self.kv_heads
+
+    @property
+    def accumulator(self) -> Any:
+        """The dtype of logits, sums and lse: float32, or float64 for float64 inputs."""
+        return jnp.promote_types(self.dtype, jnp.float32)
+
+    @property
+    def default_scale(self) -> float:
+        """``1 / sqrt(D)`` with the true head dim."""
+        return 1 / math.sqrt(self.head_dim)
+
+    def with_batch(self, batch: int, mask: Any, bias: Any) -> "Problem":
+        """Return the same call on a larger batch, with the shapes of its mask and bias."""
+        return dataclasses.replace(self, batch=batch, mask=mask, bias=bias)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute: no rows, no queries or no keys."""
+        return 0 in (self.batch, self.query_length, self.key_length, self.heads)
+
+
+def abstract(tree: Any) -> Any:
+    """Put shapes and dtypes in place of the arrays of a pytree."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def is_traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+# ---- single values ---------------------------------------------------------------------------------
+
+
+def check_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(
+            f"{name} is {value!r}; it must be a Python bool, known when the call is traced. "
+            "A condition on array values belongs in mask"
+        )
+    return bool(value)
+
+
+def check_softcap(value: Any) -> float | None:
+    if value is None:
+        return None
+    if is_traced(value) or not isinstance(value, numbers.Real | np.ndarray | jax.Array):
+        raise TypeError(f"softcap is {value!r}; it must be a Python number, known at trace time")
+    value = float(value)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"softcap is {value}; it must be positive and finite. None turns it off")
+    return value
+
+
+def check_dropout(rate: Any, key: Any, query: jax.Array) -> float:
+    if is_traced(rate) or not isinstance(rate, numbers.Real | np.ndarray | jax.Array):
+        raise TypeError(
+            f"dropout_rate is {rate!r}; it must be a Python number, known when the call is traced"
+        )
+    rate = float(rate)
+    if not 0 <= rate < 1:
+        raise ValueError(f"dropout_rate is {rate}; it must be at least 0 and less than 1")
+    if rate > 0 and key is None:
+        raise ValueError(
+            f"dropout_rate is {rate} but dropout_key is None; pass a key, for instance "
+            "dropout_key=jax.random.key(0), or dropout_rate=0.0 at evaluation"
+        )
+    return rate
+
+
+def check_dropout_key(key: Any) -> jax.Array:
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise TypeError(
+            f"dropout_key is a {type(key).__name__}; it must be a JAX random key such as "
+            "jax.random.key(0)"
+        )
+    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if key.ndim != (0 if typed else 1) or not (typed or key.dtype == jnp.uint32):
+        raise ValueError(
+            f"dropout_key has shape {key.shape} and dtype {key.dtype}; it must be one key: "
+            "jax.random.key(seed), or the uint32 vector of jax.random.PRNGKey(seed)"
+        )
+    return jnp.asarray(key)
+
+
+def check_scale(scale: Any) -> jax.Array:
+    value = check_array("scale", scale)
+    if value.ndim or not (
+        jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            f"scale has shape {value.shape} and dtype {value.dtype}; it must be a real scalar. "
+            "Multiply query for a scale per head"
+        )
+    return value
+
+
+def check_precision(precision: Any) -> Any:
+    """Return the precision of the matrix products: the one given, or JAX's configured default."""
+    if precision is None:
+        # Read now, so that the backward pass agrees even if it is traced outside the context manager.
+        return jax.config.jax_default_matmul_precision
+    probe = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    try:
+        hash(precision)
+        jax.eval_shape(lambda a: jax.lax.dot(a, a, precision=precision), probe)
+    except Exception as error:
+        raise ValueError(
+            f"precision is {precision!r}; it must be None or what jax.lax.dot_general accepts, for "
+            f"instance 'highest' or jax.lax.Precision.HIGHEST ({error})"
+        ) from error
+    return precision
+
+
+def check_window(side: str, size: Any) -> Any:
+    """Check one side of a window: None, an integer that is not negative, or an integer array."""
+    if size is None:
+        return None
+    if isinstance(size, numbers.Integral) and not isinstance(size, bool):
+        if size < 0:
+            raise ValueError(
+                f"window size on the {side} is {size}; it must not be negative. None is unlimited, and "
+                "a model's sliding_window=W, which counts the token itself, is W - 1 here"
+            )
+        return int(size)
+    return check_integers(f"window size on the {side}", size)
+
+
+def check_offset(name: str, offset: Any) -> Any:
+    """Check a position offset: an integer, or an integer array of one value or one per row."""
+    if isinstance(offset, numbers.Integral) and not isinstance(offset, bool):
+        return int(offset)
+    return check_integers(name, offset)
+
+
+def check_align(align: Any) -> str:
+    if align not in ("start", "end"):
+        raise ValueError(
+            f"align is {align!r}; it must be 'start' (query 0 stands at key 0) or 'end' (the last "
+            "query stands at the last key)"
+        )
+    return align
+
+
+def check_local_window(window: Any) -> tuple[Any, Any]:
+    """Read ``local_window_size``: one size for both sides, or a pair (left, right)."""
+    if isinstance(window, tuple | list):
+        if len(window) != 2:
+            raise ValueError(
+                f"local_window_size has {len(window)} entries; it must be an int or (left, right)"
+            )
+        return tuple(window)
+    return window, window
+
+
+# ---- arrays ----------------------------------------------------------------------------------------
+
+
+def check_array(name: str, x: Any) -> jax.Array:
+    """Convert to a JAX array, or say which argument cannot be."""
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is a {type(x).__name__}; it must be an array") from error
+
+
+def check_integers(name: str, x: Any) -> Any:
+    """Check an integer array. Abstract shapes pass as they are."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    x = check_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name} has dtype {x.dtype}; it must hold integers: use .astype(int32)")
+    return x
+
+
+def check_mask_array(name: str, x: Any) -> Any:
+    """Check a boolean mask array of at most four dimensions."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    x = check_array(name, x)
+    if x.dtype != jnp.bool_:
+        raise TypeError(
+            f"{name} has dtype {x.dtype}; it must be boolean, True where a query may see a key. "
+            "Use .astype(bool), or pass an additive mask as bias"
+        )
+    if x.ndim > 4:
+        raise ValueError(
+            f"{name} has shape {x.shape}; it must have at most 4 dimensions [B, N, T, S]"
+        )
+    return x
+
+
+def check_block_size(size: Any) -> tuple[int, int]:
+    pair = tuple(size) if isinstance(size, tuple | list) else (size, size)
+    if len(pair) != 2 or not all(
+        isinstance(n, numbers.Integral) and not isinstance(n, bool) and n > 0 for n in pair
+    ):
+        raise ValueError(
+            f"block_size is {size!r}; it must be a positive int or a pair (queries, keys) of them"
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def check_align_with_offset(align: str, offset: Any) -> None:
+    if align == "end" and not (isinstance(offset, int) and offset == 0):
+        raise ValueError(
+            f"align='end' sets the offset from the lengths, but offset is {offset!r}; give one of them"
+        )
+
+
+def check_operand_axes(name: str, axes: Any, ndim: int) -> str:
+    """Check the tag of a mask operand: which of b, h, q, k its dimensions are, in this order."""
+    ordered = isinstance(axes, str) and "".join(a for a in "bhqk" if a in axes) == axes
+    if not ordered:
+        raise ValueError(
+            f"operand {name} has axes {axes!r}; it must name its dimensions by letters of 'bhqk' in "
+            "this order (batch, head, query, key), for instance 'bk'"
+        )
+    if ndim != len(axes):
+        raise ValueError(
+            f"operand {name} has {ndim} dimensions and axes {axes!r} name {len(axes)}; they must match"
+        )
+    return axes
+
+
+def check_operand_shape(
+    name: str, shape: tuple[int, ...], full: tuple[int, ...], axes: str
+) -> None:
+    """Check that an operand broadcasts to the sizes of its axes."""
+    if len(shape) > len(full) or any(
+        n not in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False)
+    ):
+        letters = {"b": "B", "h": "N", "q": "T", "k": "S"}
+        wanted = ", ".join(letters[a] for a in axes)
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}; it must broadcast to [{wanted}] = {tuple(full)}"
+        )
+
+
+def reject_truth_value(mask: Any) -> None:
+    raise TypeError(
+        f"a {type(mask).__name__} mask has no truth value; combine masks with &, | and ~ instead of "
+        "and, or and not"
+    )
+
+
+def check_mask_operand(value: Any) -> None:
+    raise TypeError(
+        f"a mask cannot be combined with a {type(value).__name__}; the other side must be a Mask or a "
+        "boolean array"
+    )
+
+
+def check_lengths(name: str, lengths: Any, batch: int) -> jax.Array | None:
+    """Check sequence lengths: integers, one per row of the batch, or one for all."""
+    if lengths is None:
+        return None
+    lengths = check_integers(name, lengths)
+    if lengths.ndim > 1 or (lengths.ndim == 1 and lengths.shape[0] not in (1, batch)):
+        raise ValueError(
+            f"{name} has shape {lengths.shape}; it must hold one length per batch row: ({batch},)"
+        )
+    return lengths
+
+
+def check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Check query, key and value and give each its batch dimension."""
+    names = ("query", "key", "value")
+    arrays = [check_array(name, x) for name, x in zip(names, (query, key, value), strict=True)]
+    for name, x, layout in zip(names, arrays, ("T, N, D", "S, K, D", "S, K, Dv"), strict=True):
+        if x.ndim not in (3, 4):
+            raise ValueError(
+                f"{name} has shape {x.shape}; it must be [B, {layout}] or [{layout}]: "
+                "batch, length, heads, head dim"
+            )
+        if str(x.dtype) not in FLOATS:
+            raise TypeError(
+                f"{name} has dtype {x.dtype}; it must be one of {', '.join(FLOATS)}: "
+                f"use {name}.astype(jnp.bfloat16) or another of them"
+            )
+    if len({x.dtype for x in arrays}) > 1:
+        given = ", ".join(f"{n} is {x.dtype}" for n, x in zip(names, arrays, strict=True))
+        raise TypeError(
+            f"{given}; the three must have one dtype: cast, for instance, "
+            "key.astype(query.dtype) and value.astype(query.dtype)"
+        )
+    q, k, v = (x if x.ndim == 4 else x[None] for x in arrays)
+    if k.shape[0] != q.shape[0] or v.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"batch sizes differ: query has shape {q.shape}, key {k.shape}, value {v.shape}; "
+            "the first dimensions must be equal"
+        )
+    if k.shape[1:3] != v.shape[1:3]:
+        raise ValueError(
+            f"key has shape {k.shape} and value {v.shape}; "
+            "their lengths and head counts (dimensions 1 and 2) must be equal"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"query has shape {q.shape} and key {k.shape}; their head dims (last) must be equal"
+        )
+    if q.shape[3] == 0 or v.shape[3] == 0:
+        raise ValueError(
+            f"head dim is 0: query has shape {q.shape}, value {v.shape}; need at least 1"
+        )
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if (kv_heads == 0 and heads > 0) or (kv_heads and heads % kv_heads):
+        raise ValueError(
+            f"query has {heads} heads and key has {kv_heads}; "
+            "query heads must be a multiple of key heads"
+        )
+    return q, k, v
+
+
+def check_bias(bias: Any, full: tuple[int, int, int, int]) -> jax.Array | None:
+    """Check the bias and give it four dimensions."""
+    if bias is None:
+        return None
+    if hasattr(bias, "element"):
+        raise TypeError(
+            f"bias is a {type(bias).__name__} mask; pass it as mask={type(bias).__name__}(...)"
+        )
+    bias = check_array("bias", bias)
+    if bias.dtype == jnp.bool_:
+        raise TypeError(
+            "bias is boolean; pass a boolean array as mask (True where a query may see)"
+        )
+    if str(bias.dtype) not in FLOATS:
+        raise TypeError(
+            f"bias has dtype {bias.dtype}; it is added to the logits and must be one of "
+            f"{', '.join(FLOATS)}: use bias.astype(jnp.float32), or mask=bias.astype(bool) for a mask"
+        )
+    check_operand_shape("bias", bias.shape, full, "bhqk")
+    return bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+
+
+def check_mask_type(mask: Any) -> None:
+    raise TypeError(
+        f"mask is a {type(mask).__name__}; it must be a boolean array or a flashjax Mask"
+    )
+
+
+# ---- the call --------------------------------------------------------------------------------------
+
+
+def make(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: Any,
+    mask: Any,
+    *,
+    scale: Any,
+    softcap: Any,
+    dropout_rate: Any,
+    dropout_key: Any,
+    broadcast_dropout: bool,
+    precision: Any,
+    deterministic: Any,
+) -> tuple[Problem, Inputs]:
+    """Check a call and split it into what is static and what is not.
+
+    Args:
+      query, key, value: arrays that `check_qkv` has passed.
+      bias: as the user gave it.
+      mask: a resolved `Mask` or None (see `masks.from_arguments`).
+      scale, softcap, dropout_rate, dropout_key, precision, deterministic: as the user gave them.
+      broadcast_dropout: whether all rows and heads share one keep mask.
+
+    Returns:
+      ``(problem, inputs)``.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong; the message says which and what to do.
+    """
+    from flashjax import dropout
+
+    (batch, length, heads, head_dim), (_, key_length, kv_heads, value_dim) = (
+        query.shape,
+        value.shape,
+    )
+    bias = check_bias(bias, (batch, heads, length, key_length))
+    rate = check_dropout(dropout_rate, dropout_key, query)
+    words = None
+    if rate > 0:
+        words = dropout.key_words(check_dropout_key(dropout_key))[None]
+    accumulator = jnp.promote_types(query.dtype, jnp.float32)
+    if scale is not None:
+        scale = check_scale(scale).astype(accumulator).reshape(1, 1, 1, 1)
+    problem = Problem(
+        batch=batch,
+        query_length=length,
+        key_length=key_length,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=query.dtype,
+        mask=abstract(mask),
+        bias=abstract(bias),
+        scaled=scale is not None,
+        softcap=check_softcap(softcap),
+        dropout_rate=rate,
+        broadcast_dropout=broadcast_dropout,
+        precision=check_precision(precision),
+        deterministic=check_flag("deterministic", deterministic),
+        batch_period=batch,
+    )
+    return problem, Inputs(query, key, value, bias, mask, scale, words)

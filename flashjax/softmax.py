@@ -1,0 +1,100 @@
+"""The online softmax: one step, its end, and the merge of two partial results.
+
+A row of attention weights is ``p_j = exp(s_j) / sum_i exp(s_i)``. Seen block by block, three numbers
+a row are enough to keep the answer exact:
+
+    m    the largest logit so far,
+    l    the sum of ``exp(s_j - m)`` so far,
+    acc  the sum of ``exp(s_j - m) * v_j`` so far.
+
+A new block of logits ``s`` may raise the maximum to ``m'``. What was summed against ``m`` is then too
+large by ``exp(m' - m)``, so it is scaled by ``alpha = exp(m - m')`` before the block is added:
+
+    l'   = alpha * l   + sum_j exp(s_j - m')
+    acc' = alpha * acc + sum_j exp(s_j - m') * v_j
+
+At the end ``acc / l`` is the softmax-weighted mean and ``m + log(l)`` the log-sum-exp.
+
+A masked logit is ``-inf``. A row that has seen only masked logits has ``m = -inf``, and ``-inf - -inf``
+is not a number; the pivot that is subtracted is therefore 0 in that case, which makes every weight
+``exp(-inf) = 0`` as it should be.
+
+Everything here is plain arithmetic on values: the same lines run under ``jax.jit`` and inside a kernel.
+
+Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3; Dao et
+al., "FlashAttention" (2022), section 3.1; Dao, "FlashAttention-2" (2023), section 3.1.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def pivot_of(m: jax.Array) -> jax.Array:
+    """Return what to subtract before the exponential: ``m``, or 0 where nothing was visible."""
+    return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
+
+
+def step(
+    m: jax.Array, l: jax.Array, s: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Take one block of logits into the running maximum and sum.
+
+    Args:
+      m: running maximum ``[..., rows]``, ``-inf`` before the first block.
+      l: running sum of exponentials relative to ``m``, ``[..., rows]``, 0 before the first block.
+      s: logits of the block ``[..., rows, keys]``; masked ones are ``-inf``.
+
+    Returns:
+      ``(p, alpha, m_new, l_new)``: the block's weights relative to ``m_new`` in the shape of ``s``, the
+      factor ``[..., rows]`` by which everything accumulated so far must be scaled, and the new state.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> m, l = jnp.full((1,), -jnp.inf), jnp.zeros((1,))
+      >>> p, alpha, m, l = step(m, l, jnp.array([[1.0, 2.0]]))
+      >>> print(f"{float(m[0]):.0f} {float(l[0]):.3f}")
+      2 1.368
+    """
+    m_new = jnp.maximum(m, jnp.max(s, axis=-1))
+    pivot = pivot_of(m_new)
+    alpha = jnp.exp(m - pivot)
+    p = jnp.exp(s - pivot[..., None])
+    return p, alpha, m_new, alpha * l + jnp.sum(p, axis=-1)
+
+
+def finish(m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Turn the running state into ``(1 / l, m + log(l))``; an empty row gives ``(0, -inf)``."""
+    seen = l > 0
+    l = jnp.where(seen, l, jnp.ones_like(l))
+    return jnp.where(seen, 1 / l, 0), jnp.where(seen, m + jnp.log(l), -jnp.inf)
+
+
+def weights(s: jax.Array, lse: jax.Array) -> jax.Array:
+    """Recompute ``softmax(s)`` from logits ``[..., rows, keys]`` and their saved lse ``[..., rows]``."""
+    return jnp.exp(s - pivot_of(lse)[..., None])
+
+
+def merge(
+    out1: jax.Array, lse1: jax.Array, out2: jax.Array, lse2: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Combine attention over two disjoint sets of keys.
+
+    ``L = log(exp(lse1) + exp(lse2))`` and ``out = out1 * exp(lse1 - L) + out2 * exp(lse2 - L)``. Two
+    empty parts stay empty: ``(0, -inf)``.
+
+    Args:
+      out1, out2: partial outputs ``[..., value_dim]``, any one floating dtype.
+      lse1, lse2: their natural log-sum-exp ``[...]``, float32 (or float64).
+
+    Returns:
+      ``(out, lse)`` in the shapes and dtypes of ``out1`` and ``lse1``. Differentiable in all four.
+
+    Source: Dao et al., "FlashAttention" (2022), section 3.1, the softmax of a concatenation.
+    """
+    pivot = lax.stop_gradient(pivot_of(jnp.maximum(lse1, lse2)))
+    w1, w2 = jnp.exp(lse1 - pivot), jnp.exp(lse2 - pivot)
+    inverse, lse = finish(pivot, w1 + w2)
+    mixed = (w1 * inverse)[..., None] * out1.astype(lse.dtype)
+    mixed += (w2 * inverse)[..., None] * out2.astype(lse.dtype)
+    return mixed.astype(out1.dtype), lse
