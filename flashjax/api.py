@@ -168,9 +168,7 @@ def attend(
 ) -> Any:
     """Run `flash_attention`, with ``broadcast_dropout`` (one keep mask for all rows and heads) on top."""
     problems.check_flag("return_residual", return_residual)
-    problem, inputs = _prepare(
-        query, key, value, bias, mask, broadcast_dropout=broadcast_dropout, **options
-    )
+    problem, inputs = _prepare(query, key, value, bias, mask, broadcast_dropout=broadcast_dropout, **options)
     backend = backends.select(problem, implementation)
     if problem.empty:
         shape = (problem.batch, problem.query_length, problem.heads, problem.value_dim)
@@ -227,9 +225,7 @@ def _vary_alike(inputs: Inputs) -> Inputs:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(
-    backend: backends.Backend, problem: Problem, inputs: Inputs
-) -> tuple[jax.Array, jax.Array]:
+def _attention(backend: backends.Backend, problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Return ``(out [B, T, N, Dv], lse [B, N, T])``."""
     return backends.run_forward(backend, problem, inputs)
 

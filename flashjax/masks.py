@@ -137,9 +137,7 @@ class Mask:
     def __init_subclass__(cls) -> None:
         # One frozen value class a mask; equality and hash are the base's, which know about arrays.
         dataclasses.dataclass(frozen=True, eq=False)(cls)
-        jax.tree_util.register_pytree_with_keys(
-            cls, _flatten_with_keys, _unflattener(cls), _flatten
-        )
+        jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, _unflattener(cls), _flatten)
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -286,9 +284,7 @@ class Mask:
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        return all(
-            _same(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self)
-        )
+        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
 
     def __hash__(self) -> int:
         values = (getattr(self, f.name) for f in dataclasses.fields(self))
@@ -520,9 +516,7 @@ class Lengths(Mask):
         lengths = {}
         for name in ("query_lengths", "key_lengths"):
             value = getattr(self, name)
-            lengths[name] = (
-                value if value is None else checks.check_offset(f"Lengths.{name}", value)
-            )
+            lengths[name] = value if value is None else checks.check_offset(f"Lengths.{name}", value)
         self._freeze(**lengths)
 
     def element(self, b, h, q, k, **operands):
@@ -656,9 +650,7 @@ class CustomMask(Mask):
         self._set(arrays=tuple(arrays), _dynamic=("arrays",))
 
     def operands(self):
-        return {
-            n: Operand(x, a) for n, x, a in zip(self.names, self.arrays, self.axes, strict=True)
-        }
+        return {n: Operand(x, a) for n, x, a in zip(self.names, self.arrays, self.axes, strict=True)}
 
     def resolve(self, sizes):
         arrays = [_expand(f"operand {n}", o, sizes) for n, o in self.operands().items()]

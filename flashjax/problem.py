@@ -180,8 +180,7 @@ def check_dropout(rate: Any, key: Any, query: jax.Array) -> float:
 def check_dropout_key(key: Any) -> jax.Array:
     if not isinstance(key, jax.Array | np.ndarray):
         raise TypeError(
-            f"dropout_key is a {type(key).__name__}; it must be a JAX random key such as "
-            "jax.random.key(0)"
+            f"dropout_key is a {type(key).__name__}; it must be a JAX random key such as jax.random.key(0)"
         )
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     if key.ndim != (0 if typed else 1) or not (typed or key.dtype == jnp.uint32):
@@ -294,9 +293,7 @@ def check_mask_array(name: str, x: Any) -> Any:
             "Use .astype(bool), or pass an additive mask as bias"
         )
     if x.ndim > 4:
-        raise ValueError(
-            f"{name} has shape {x.shape}; it must have at most 4 dimensions [B, N, T, S]"
-        )
+        raise ValueError(f"{name} has shape {x.shape}; it must have at most 4 dimensions [B, N, T, S]")
     return x
 
 
@@ -333,18 +330,12 @@ def check_operand_axes(name: str, axes: Any, ndim: int) -> str:
     return axes
 
 
-def check_operand_shape(
-    name: str, shape: tuple[int, ...], full: tuple[int, ...], axes: str
-) -> None:
+def check_operand_shape(name: str, shape: tuple[int, ...], full: tuple[int, ...], axes: str) -> None:
     """Check that an operand broadcasts to the sizes of its axes."""
-    if len(shape) > len(full) or any(
-        n not in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False)
-    ):
+    if len(shape) > len(full) or any(n not in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False)):
         letters = {"b": "B", "h": "N", "q": "T", "k": "S"}
         wanted = ", ".join(letters[a] for a in axes)
-        raise ValueError(
-            f"{name} has shape {tuple(shape)}; it must broadcast to [{wanted}] = {tuple(full)}"
-        )
+        raise ValueError(f"{name} has shape {tuple(shape)}; it must broadcast to [{wanted}] = {tuple(full)}")
 
 
 def reject_truth_value(mask: Any) -> None:
@@ -406,18 +397,13 @@ def check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, j
             "their lengths and head counts (dimensions 1 and 2) must be equal"
         )
     if q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"query has shape {q.shape} and key {k.shape}; their head dims (last) must be equal"
-        )
+        raise ValueError(f"query has shape {q.shape} and key {k.shape}; their head dims (last) must be equal")
     if q.shape[3] == 0 or v.shape[3] == 0:
-        raise ValueError(
-            f"head dim is 0: query has shape {q.shape}, value {v.shape}; need at least 1"
-        )
+        raise ValueError(f"head dim is 0: query has shape {q.shape}, value {v.shape}; need at least 1")
     heads, kv_heads = q.shape[2], k.shape[2]
     if (kv_heads == 0 and heads > 0) or (kv_heads and heads % kv_heads):
         raise ValueError(
-            f"query has {heads} heads and key has {kv_heads}; "
-            "query heads must be a multiple of key heads"
+            f"query has {heads} heads and key has {kv_heads}; query heads must be a multiple of key heads"
         )
     return q, k, v
 
@@ -427,14 +413,10 @@ def check_bias(bias: Any, full: tuple[int, int, int, int]) -> jax.Array | None:
     if bias is None:
         return None
     if hasattr(bias, "element"):
-        raise TypeError(
-            f"bias is a {type(bias).__name__} mask; pass it as mask={type(bias).__name__}(...)"
-        )
+        raise TypeError(f"bias is a {type(bias).__name__} mask; pass it as mask={type(bias).__name__}(...)")
     bias = check_array("bias", bias)
     if bias.dtype == jnp.bool_:
-        raise TypeError(
-            "bias is boolean; pass a boolean array as mask (True where a query may see)"
-        )
+        raise TypeError("bias is boolean; pass a boolean array as mask (True where a query may see)")
     if str(bias.dtype) not in FLOATS:
         raise TypeError(
             f"bias has dtype {bias.dtype}; it is added to the logits and must be one of "
@@ -445,9 +427,7 @@ def check_bias(bias: Any, full: tuple[int, int, int, int]) -> jax.Array | None:
 
 
 def check_mask_type(mask: Any) -> None:
-    raise TypeError(
-        f"mask is a {type(mask).__name__}; it must be a boolean array or a flashjax Mask"
-    )
+    raise TypeError(f"mask is a {type(mask).__name__}; it must be a boolean array or a flashjax Mask")
 
 
 # ---- the call --------------------------------------------------------------------------------------

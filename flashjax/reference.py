@@ -54,8 +54,7 @@ def _visible(problem: Problem, inputs: Inputs) -> jax.Array:
     if inputs.mask is None:
         return jnp.ones(shape, bool)
     operands = {
-        name: _rows(problem, masks.whole(operand, q, k))
-        for name, operand in inputs.mask.operands().items()
+        name: _rows(problem, masks.whole(operand, q, k)) for name, operand in inputs.mask.operands().items()
     }
     return jnp.broadcast_to(inputs.mask.element(b, h, q, k, **operands), shape)
 

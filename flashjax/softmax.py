@@ -35,9 +35,7 @@ def pivot_of(m: jax.Array) -> jax.Array:
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
-def step(
-    m: jax.Array, l: jax.Array, s: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def step(m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Take one block of logits into the running maximum and sum.
 
     Args:
@@ -75,9 +73,7 @@ def weights(s: jax.Array, lse: jax.Array) -> jax.Array:
     return jnp.exp(s - pivot_of(lse)[..., None])
 
 
-def merge(
-    out1: jax.Array, lse1: jax.Array, out2: jax.Array, lse2: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def merge(out1: jax.Array, lse1: jax.Array, out2: jax.Array, lse2: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Combine attention over two disjoint sets of keys.
 
     ``L = log(exp(lse1) + exp(lse2))`` and ``out = out1 * exp(lse1 - L) + out2 * exp(lse2 - L)``. Two

@@ -98,7 +98,7 @@ def run_forward(backend: Backend, problem: Problem, inputs: Inputs) -> tuple[jax
 
     @run.def_vmap
     def _(size, mapped, *leaves):
-        folded = _fold_inputs(problem, size, tree, leaves, mapped)
+        folded = _fold_inputs(problem, size, tree, leaves, mapped, Wanted())
         results = run_forward(backend, _fold_problem(problem, size, folded), folded)
         return tuple(_unfold(x, size) for x in results), (True, True)
 
@@ -126,9 +126,7 @@ def run_backward(
 
     @run.def_vmap
     def _(size, mapped, *leaves):
-        (arrays, saved), (input_map, saved_map) = (
-            jax.tree.unflatten(tree, x) for x in (leaves, mapped)
-        )
+        (arrays, saved), (input_map, saved_map) = (jax.tree.unflatten(tree, x) for x in (leaves, mapped))
         tree_in = jax.tree.structure(inputs)
         folded = _fold_inputs(
             problem, size, tree_in, jax.tree.leaves(arrays), jax.tree.leaves(input_map), wanted
@@ -137,9 +135,7 @@ def run_backward(
             None if x is None else _fold(x, size, m, problem.batch)
             for x, m in zip(saved, saved_map, strict=True)
         ]
-        results = run_backward(
-            backend, _fold_problem(problem, size, folded), folded, *saved, wanted
-        )
+        results = run_backward(backend, _fold_problem(problem, size, folded), folded, *saved, wanted)
         gradients = jax.tree.map(lambda x: _unfold(x, size), results)
         # An optional array was spread over the whole batch; sum over the rows that shared an entry.
         for name in ("bias", "scale"):
@@ -156,9 +152,7 @@ def _fold_problem(problem: Problem, size: int, folded: Inputs) -> Problem:
     return problem.with_batch(problem.batch * size, abstract(folded.mask), abstract(folded.bias))
 
 
-def _fold_inputs(
-    problem: Problem, size: int, tree: Any, leaves: Any, mapped: Any, wanted: Wanted = Wanted()
-) -> Inputs:
+def _fold_inputs(problem: Problem, size: int, tree: Any, leaves: Any, mapped: Any, wanted: Wanted) -> Inputs:
     inputs = jax.tree.unflatten(tree, leaves)
     flags = jax.tree.unflatten(tree, mapped)
     fold = lambda x, m: _fold(x, size, m, problem.batch)

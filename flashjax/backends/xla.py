@@ -271,9 +271,7 @@ def _each_chunk(plan: Plan, inputs: Inputs, body: Callable, carry: Any) -> Any:
 
 
 def _product(problem: Problem, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(
-        spec, a, b, precision=problem.precision, preferred_element_type=problem.accumulator
-    )
+    return jnp.einsum(spec, a, b, precision=problem.precision, preferred_element_type=problem.accumulator)
 
 
 def _rows(x: jax.Array) -> jax.Array:
@@ -381,12 +379,10 @@ def backward(
 
     def chunk_body(chunk: Chunk, carry):
         q_all, do_all = (
-            chunk.grouped(chunk.rows_of(x, problem.heads, plan.operand_dtype))
-            for x in (inputs.query, dout)
+            chunk.grouped(chunk.rows_of(x, problem.heads, plan.operand_dtype)) for x in (inputs.query, dout)
         )
         k_all, v_all = (
-            chunk.rows_of(x, problem.kv_heads, plan.operand_dtype)
-            for x in (inputs.key, inputs.value)
+            chunk.rows_of(x, problem.kv_heads, plan.operand_dtype) for x in (inputs.key, inputs.value)
         )
         o_all = chunk.grouped(chunk.rows_of(out, problem.heads, wide))
         delta_all = jnp.sum(do_all.astype(wide) * o_all, axis=-1)
