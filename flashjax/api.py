@@ -86,9 +86,9 @@ def flash_attention(
 
     Notes:
       Memory is linear and time proportional to the visible tiles, forward and backward. Every floating
-      argument gets a gradient, through ``out`` and through ``lse``. It is reverse-mode only:
-      ``jax.jvp``, ``jax.jacfwd``, ``jax.hessian`` and a gradient of a gradient raise JAX's TypeError for
-      functions with a custom derivative; ``jax.nn.dot_product_attention`` has those.
+      argument gets a gradient, through ``out`` and through ``lse``. First derivatives in reverse mode only:
+      ``jax.jvp`` and ``jax.jacfwd`` raise JAX's TypeError for functions with a custom derivative, a
+      gradient of a gradient one of our own; ``jax.nn.dot_product_attention`` has both.
       Under ``jax.checkpoint`` the results carry the names ``"flash_attention_out"`` and
       ``"flash_attention_lse"``: with ``jax.checkpoint_policies.save_only_these_names`` of both, the
       forward pass is not run again.
@@ -230,11 +230,26 @@ def _attention(backend: backends.Backend, problem: Problem, inputs: Inputs) -> t
     return backends.run_forward(backend, problem, inputs)
 
 
+def _first_order_only(run: Any) -> Any:
+    """Wrap a pass so that differentiating it (a derivative of a derivative) raises a sentence."""
+    wrapped = jax.custom_jvp(run)
+
+    @wrapped.defjvp
+    def _(primals, tangents):
+        raise TypeError(
+            "flash_attention has first derivatives in reverse mode only; for a gradient of a gradient or a "
+            "Hessian use jax.nn.dot_product_attention in its place"
+        )
+
+    return wrapped
+
+
 def _attention_fwd(backend: backends.Backend, problem: Problem, primals: Inputs) -> Any:
     inputs = jax.tree.map(lambda x: x.value, primals)
     perturbed = lambda x: x is not None and x.perturbed
     wanted = Wanted(bias=perturbed(primals.bias), scale=perturbed(primals.scale))
-    out, lse = backends.run_forward(backend, problem, inputs)
+    run = _first_order_only(functools.partial(backends.run_forward, backend, problem))
+    out, lse = run(inputs)
     out = checkpoint_name(out, RESIDUAL_NAMES[0])
     lse = checkpoint_name(lse, RESIDUAL_NAMES[1])
     return (out, lse), (inputs, out, lse, wanted)
@@ -248,7 +263,8 @@ def _attention_bwd(backend: backends.Backend, problem: Problem, saved: Any, cota
         dout = jnp.zeros_like(out)
     if type(dlse) is zero:
         dlse = None
-    gradients = backends.run_backward(backend, problem, inputs, out, lse, dout, dlse, wanted)
+    run = _first_order_only(lambda *x: backends.run_backward(backend, problem, *x, wanted))
+    gradients = run(inputs, out, lse, dout, dlse)
     return (Inputs(**gradients._asdict()),)
 
 

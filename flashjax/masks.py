@@ -449,11 +449,11 @@ class Segments(Mask):
         self._freeze(query_ids=query_ids, key_ids=key_ids)
 
     def element(self, b, h, q, k, *, query_ids, key_ids):
-        dtype = jnp.promote_types(query_ids.dtype, key_ids.dtype)
+        dtype = np.promote_types(query_ids.dtype, key_ids.dtype)
         return query_ids.astype(dtype) == key_ids.astype(dtype)
 
     def tile(self, b, h, q, k, *, query_ids, key_ids):
-        dtype = jnp.promote_types(query_ids.lo.dtype, key_ids.lo.dtype)
+        dtype = np.promote_types(query_ids.lo.dtype, key_ids.lo.dtype)
         ids, other = (Range(*(x.astype(dtype) for x in r)) for r in (query_ids, key_ids))
         empty = (ids.hi < other.lo) | (other.hi < ids.lo)
         return empty, (ids.lo == ids.hi) & (other.lo == other.hi) & (ids.lo == other.lo)

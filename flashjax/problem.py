@@ -112,7 +112,7 @@ class Problem:
     @property
     def accumulator(self) -> Any:
         """The dtype of logits, sums and lse: float32, or float64 for float64 inputs."""
-        return jnp.promote_types(self.dtype, jnp.float32)
+        return accumulator_of(self.dtype)
 
     @property
     def default_scale(self) -> float:
@@ -127,6 +127,11 @@ class Problem:
     def empty(self) -> bool:
         """Whether there is nothing to compute: no rows, no queries or no keys."""
         return 0 in (self.batch, self.query_length, self.key_length, self.heads)
+
+
+def accumulator_of(dtype: Any) -> Any:
+    """Return the dtype of logits, sums and lse for inputs of a dtype."""
+    return jnp.dtype("float64" if dtype == jnp.float64 else "float32")
 
 
 def abstract(tree: Any) -> Any:
@@ -474,7 +479,7 @@ def make(
     words = None
     if rate > 0:
         words = dropout.key_words(check_dropout_key(dropout_key))[None]
-    accumulator = jnp.promote_types(query.dtype, jnp.float32)
+    accumulator = accumulator_of(query.dtype)
     if scale is not None:
         scale = check_scale(scale).astype(accumulator).reshape(1, 1, 1, 1)
     problem = Problem(
@@ -497,3 +502,68 @@ def make(
         batch_period=batch,
     )
     return problem, Inputs(query, key, value, bias, mask, scale, words)
+
+
+# ---- Flax adapters ---------------------------------------------------------------------------------
+
+
+def check_layer_qkv(query: Any, key: Any, value: Any) -> None:
+    """Check that query, key and value are ``[batch..., length, heads, dim]`` with the same batch."""
+    shapes = f"query has shape {query.shape}, key {key.shape}, value {value.shape}"
+    if not query.ndim == key.ndim == value.ndim or query.ndim < 3:
+        raise ValueError(
+            f"{shapes}; each must be [batch..., length, heads, head dim], with the same number of "
+            "batch dimensions, which may be none"
+        )
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"{shapes}; the batch dimensions, all but the last three, must be equal")
+
+
+def check_layer_operand(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> None:
+    """Check that a mask or bias broadcasts to ``[batch..., N, T, S]``."""
+    if len(shape) > len(full) or any(n not in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False)):
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}; it must broadcast to [batch..., N, T, S] = {tuple(full)}"
+        )
+
+
+def check_layer_dropout(rate: Any, deterministic: Any, broadcast: Any, query: jax.Array) -> float:
+    """Return the dropout rate in force, 0 where ``deterministic``; check it also where it is not used.
+
+    Flax takes a rate that is negative or NaN for "no dropout" and calls with ``deterministic=True``.
+    """
+    check_flag("broadcast_dropout", broadcast)
+    no_dropout = check_flag("deterministic", deterministic)
+    rate = check_dropout(rate, "not needed to check the rate", query)
+    return 0.0 if no_dropout else rate
+
+
+def check_layer_window(window: Any, query_length: int, key_length: int) -> None:
+    """Refuse a window where it is not known at which keys the queries stand."""
+    if window is not None and query_length != key_length:
+        raise UnsupportedError(
+            f"local_window_size is {window!r} with {query_length} queries and {key_length} keys; a Flax "
+            "layer does not say at which keys the queries stand, so a window needs equal lengths. Put it "
+            "into mask instead: a boolean array while decoding, or "
+            "flashjax.SlidingWindow(left, right, offset=...)"
+        )
+
+
+def check_module(module: Any) -> None:
+    """Refuse to sow attention weights."""
+    if module is not None:
+        raise UnsupportedError(
+            f"module is a {type(module).__name__}, which asks to sow the attention weights "
+            "(sow_weights=True), but they are never stored. Use Flax's own dot_product_attention as "
+            "attention_fn of that layer, or compute the rows of interest as exp(logits - lse) with lse from "
+            "flashjax.flash_attention(..., return_residual=True)"
+        )
+
+
+def check_no_einsum(name: str, value: Any) -> None:
+    """Refuse a replacement of the matrix products."""
+    if value is not None:
+        raise UnsupportedError(
+            f"{name} is {value!r}; the matrix products are part of the kernel and cannot be replaced. "
+            "Leave it None, or use flax.linen.dot_product_attention as attention_fn of that layer"
+        )

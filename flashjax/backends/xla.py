@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from flashjax import dropout, scores, softmax, tiles
@@ -71,10 +72,10 @@ class Plan(NamedTuple):
         return self.blocks.key_length % self.blocks.block_k != 0
 
 
-def make_plan(problem: Problem, inputs: Inputs) -> Plan:
+def make_plan(problem: Problem, inputs: Inputs, config: Config | None = None) -> Plan:
     """Choose tiles and chunks; both follow from the sizes alone."""
     on_cpu = jax.default_backend() == "cpu"
-    config = CONFIGS["cpu" if on_cpu else "accelerator"]
+    config = config or CONFIGS["cpu" if on_cpu else "accelerator"]
     group = problem.group
     block_q = tiles.fit(problem.query_length, max(8, config.rows // group))
     block_k = tiles.fit(problem.key_length, config.keys)
@@ -118,7 +119,7 @@ class Chunk(NamedTuple):
         share = heads // plan.problem.kv_heads
         start = (self.row, 0, self.head * share, 0)
         size = (plan.rows, x.shape[1], plan.heads * share, x.shape[3])
-        return lax.dynamic_slice(x, start, size).swapaxes(1, 2).astype(dtype)
+        return _slice(x, start, size).swapaxes(1, 2).astype(dtype)
 
     def grouped(self, x: jax.Array) -> jax.Array:
         """Reshape ``[rows, heads * G, ...]`` to ``[rows, heads, G, ...]``."""
@@ -143,7 +144,7 @@ class Chunk(NamedTuple):
                 index = (starts[axis] + jnp.arange(sizes[axis], dtype=jnp.int32)) // entry
                 x = jnp.take(x, index, axis=axis)
                 starts[axis] = 0
-        return self.split_heads(lax.dynamic_slice(x, starts, sizes))
+        return self.split_heads(_slice(x, starts, sizes))
 
     def split_heads(self, x: jax.Array) -> jax.Array:
         heads = (1, 1) if x.shape[1] == 1 else (self.plan.heads, self.plan.problem.group)
@@ -234,7 +235,7 @@ class Chunk(NamedTuple):
             if x.shape[axis] > 1:
                 starts[axis] = 0 if index.size == x.shape[axis] else index.reshape(())
                 sizes[axis] = index.size
-        return lax.dynamic_slice(x, starts, sizes)
+        return _slice(x, starts, sizes)
 
     def add_to(self, total: jax.Array, part: jax.Array, q0: Any, k0: Any) -> jax.Array:
         """Add one tile ``[rows, heads, G, q, k]`` to an array ``[b, h, q, k]`` that was broadcast."""
@@ -244,8 +245,8 @@ class Chunk(NamedTuple):
         part = jnp.sum(part, axis=spread, keepdims=True).reshape(
             [1 if total.shape[n] == 1 else sizes[n] for n in range(4)]
         )
-        old = lax.dynamic_slice(total, starts, sizes)
-        return lax.dynamic_update_slice(total, old + part.astype(total.dtype), starts)
+        old = _slice(total, starts, sizes)
+        return _update(total, old + part.astype(total.dtype), starts)
 
     def logits(self, qk: jax.Array, i: Any, j: Any) -> tuple[jax.Array, jax.Array | None]:
         """Turn products of tile (i, j) into logits, before the mask."""
@@ -267,7 +268,25 @@ def _each_chunk(plan: Plan, inputs: Inputs, body: Callable, carry: Any) -> Any:
         row = (n // across) * plan.rows
         return body(Chunk(plan, inputs, row, (n % across) * plan.heads, summaries), carry)
 
-    return lax.fori_loop(0, plan.chunks, step, carry)
+    return _loop(plan.chunks, step, carry)
+
+
+def _loop(count: int | jax.Array, step: Callable, carry: Any) -> Any:
+    """Run ``step(n, carry)`` for n = 0..count-1, n in int32 also in 64-bit mode."""
+    return lax.fori_loop(np.int32(0), np.int32(count) if isinstance(count, int) else count, step, carry)
+
+
+def _starts(starts: Any) -> list[Any]:
+    return [np.int32(x) if isinstance(x, int) else x for x in starts]
+
+
+def _slice(x: jax.Array, starts: Any, sizes: Any) -> jax.Array:
+    """Slice at int32 positions, also in 64-bit mode."""
+    return lax.dynamic_slice(x, _starts(starts), sizes)
+
+
+def _update(x: jax.Array, part: jax.Array, starts: Any) -> jax.Array:
+    return lax.dynamic_update_slice(x, part, _starts(starts))
 
 
 def _product(problem: Problem, spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -287,9 +306,9 @@ def _without_dead(seen: jax.Array, x: jax.Array, keys: bool) -> jax.Array:
     return jnp.where(alive[..., None], x, 0)
 
 
-def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[jax.Array, jax.Array]:
     """Compute ``(out [B, T, N, Dv], lse [B, N, T])``; see the module's docstring."""
-    plan = make_plan(problem, inputs)
+    plan = make_plan(problem, inputs, config)
     blocks, group = plan.blocks, problem.group
     zeros = lambda shape, dtype, value=0: lax.full_like(inputs.query, value, dtype, shape)
     tile_rows = (plan.rows, plan.heads, group, blocks.block_q)
@@ -328,13 +347,13 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
             )
             if plan.always_full:
                 step = lambda n, state: key_tile(n, state, masked=False)
-                m, l, acc = lax.fori_loop(0, blocks.count_k, step, state)
+                m, l, acc = _loop(blocks.count_k, step, state)
             else:
                 order, count, full = chunk.walk(
                     i, jnp.arange(blocks.count_k, dtype=jnp.int32), sums_over_q=False
                 )
                 step = _either(full, order, key_tile)
-                m, l, acc = lax.fori_loop(0, count, step, state)
+                m, l, acc = _loop(count, step, state)
             inverse, lse = softmax.finish(m, l)
             inverse = inverse / (1 - problem.dropout_rate)
             out = acc.reshape(*tile_rows, -1) * inverse[..., None]
@@ -344,15 +363,14 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
             )
 
         heads = (plan.rows, plan.heads, group, problem.query_length)
-        out, lse = lax.fori_loop(
-            0,
+        out, lse = _loop(
             blocks.count_q,
             query_tile,
             (zeros((*heads, problem.value_dim), problem.dtype), zeros(heads, problem.accumulator)),
         )
         outs, lses = carry
         lse = lse.reshape(plan.rows, -1, problem.query_length)
-        lses = lax.dynamic_update_slice(lses, lse, (chunk.row, chunk.head * group, 0))
+        lses = _update(lses, lse, (chunk.row, chunk.head * group, 0))
         return _put(chunk, outs, out.reshape(*lse.shape, -1), group), lses
 
     shape = (problem.batch, problem.query_length, problem.heads, problem.value_dim)
@@ -369,9 +387,10 @@ def backward(
     dout: jax.Array,
     dlse: jax.Array | None,
     wanted: Wanted,
+    config: Config | None = None,
 ) -> Gradients:
     """Compute the gradients of a call; see the module's docstring."""
-    plan = make_plan(problem, inputs)
+    plan = make_plan(problem, inputs, config)
     blocks, group, wide = plan.blocks, problem.group, problem.accumulator
     zeros = lambda shape, dtype: lax.full_like(inputs.query, 0, dtype, shape)
     tile_rows = (plan.rows, plan.heads, group, blocks.block_q)
@@ -387,7 +406,7 @@ def backward(
         o_all = chunk.grouped(chunk.rows_of(out, problem.heads, wide))
         delta_all = jnp.sum(do_all.astype(wide) * o_all, axis=-1)
         head = lambda x: chunk.grouped(
-            lax.dynamic_slice(
+            _slice(
                 x,
                 (chunk.row, chunk.head * group, 0),
                 (plan.rows, plan.heads * group, problem.query_length),
@@ -449,7 +468,7 @@ def backward(
             state = (dq_all, zeros(k.shape, wide), zeros(v.shape, wide), dbias)
             if plan.always_full:
                 step = lambda i, state: add(i, state, tile(i, j, k, v, masked=False))
-                state = lax.fori_loop(0, blocks.count_q, step, state)
+                state = _loop(blocks.count_q, step, state)
             else:
                 order, count, full = chunk.walk(
                     jnp.arange(blocks.count_q, dtype=jnp.int32), j, sums_over_q=True
@@ -457,7 +476,7 @@ def backward(
                 # The branches return only their own tile: a branch that carried dQ would copy it.
                 parts = _either(full, order, lambda i, _, masked: tile(i, j, k, v, masked))
                 step = lambda n, state: add(order[n], state, parts(n, None))
-                state = lax.fori_loop(0, count, step, state)
+                state = _loop(count, step, state)
             dq_all, dk, dv, dbias = state
             return dq_all, _add_slice(dk_all, dk, k0, 2), _add_slice(dv_all, dv, k0, 2), dbias
 
@@ -468,7 +487,7 @@ def backward(
             zeros(v_all.shape, wide),
             dbias,
         )
-        dq, dk, dv, dbias = lax.fori_loop(0, blocks.count_k, key_tile, state)
+        dq, dk, dv, dbias = _loop(blocks.count_k, key_tile, state)
         if wanted.scale:
             alive = jnp.where(lse_all == -jnp.inf, 0, jnp.einsum("bhgqd,bhgqd->bhgq", dq, q_all))
             dscale = chunk.add_to(dscale, jnp.sum(alive, (1, 2, 3)).reshape(-1, 1, 1, 1, 1), 0, 0)
@@ -520,4 +539,4 @@ def _add_slice(total: jax.Array, part: jax.Array, start: jax.Array, axis: int) -
 def _put(chunk: Chunk, whole: jax.Array, part: jax.Array, share: int) -> jax.Array:
     """Write a chunk's ``[rows, heads, L, d]`` into ``[B, L, H, d]``, ``share`` heads a key head."""
     part = part.swapaxes(1, 2).astype(whole.dtype)
-    return lax.dynamic_update_slice(whole, part, (chunk.row, 0, chunk.head * share, 0))
+    return _update(whole, part, (chunk.row, 0, chunk.head * share, 0))

@@ -1,0 +1,1 @@
+"""Adapters to Flax: ``flashjax.layers.linen`` and ``flashjax.layers.nnx``, each with an ``attention_fn``."""

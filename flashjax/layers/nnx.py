@@ -1,0 +1,113 @@
+"""Attention for Flax NNX layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from flashjax import problem as problems
+from flashjax.layers import common
+
+
+def attention_fn(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    promote_dtype: Callable | None = None,
+    is_causal: bool = False,
+    scale: Any = None,
+    local_window_size: Any = None,
+    softcap: float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    r"""Compute attention as ``attention_fn`` of `flax.nnx.MultiHeadAttention`.
+
+    .. math::
+        \mathrm{out} = \mathrm{softmax}(\mathrm{softcap}(\mathrm{scale}\, Q K^T) + \mathrm{bias}) V
+
+    over the keys that the mask shows: `flax.nnx.dot_product_attention` in memory linear in the lengths.
+    The layer's parameters do not change, so neither do checkpoints. Letters: T queries, S keys, N query
+    heads, K key/value heads, D and Dv head dims. There may be any number of batch dimensions, or none.
+
+    Args:
+      query: ``[batch..., T, N, D]``.
+      key: ``[batch..., S, K, D]``; N must be a multiple of K.
+      value: ``[batch..., S, K, Dv]``.
+      bias: added to the logits after softcap; broadcastable to ``[batch..., N, T, S]``, any floating dtype.
+      mask: array broadcastable to ``[batch..., N, T, S]``, of any dtype: what is not zero may be attended
+        to. Or a `flashjax.Mask`, whose batch rows are all rows of the batch dimensions in row-major order.
+      broadcast_dropout: drop the same (query, key) pairs in all batch rows and heads. Default True, as in
+        Flax.
+      dropout_rng: a JAX random key, needed where dropout is active.
+      dropout_rate: probability in [0, 1) of dropping an attention weight. Default 0.
+      deterministic: turn dropout off. Default False.
+      dtype: query, key and value are cast to it; None is the type they promote to.
+      precision: of the matrix products, as in `flashjax.flash_attention`.
+      module: must be None. Flax passes itself here where ``sow_weights=True``.
+      promote_dtype: ``promote_dtype((query, key, value), dtype=dtype)`` returns the three to be used; None
+        casts them as Flax does.
+      is_causal: let query i see keys ``<= i + S - T``: the last query stands at the last key. With T = S
+        that is keys 0..i; a single query, as in decoding, sees every key that ``mask`` shows.
+      scale, local_window_size, softcap, implementation: as in `flashjax.flash_attention`. Flax does not
+        pass them; bind them with `functools.partial`. ``local_window_size`` needs T = S.
+
+    Returns:
+      ``[batch..., T, N, Dv]`` in ``dtype``.
+
+    Raises:
+      ValueError, TypeError: an argument is wrong; the message names it, what it is and what it must be.
+      UnsupportedError: attention weights are asked for; a window is given with T and S unequal; the
+        named ``implementation`` does not do this call.
+
+    Notes:
+      Differences from Flax: a query that sees no key gives 0 instead of the mean of all values. Dropout
+      has the same distribution but other random bits. A dropout rate outside [0, 1), or NaN, is an error
+      at evaluation too. Where T and S differ, ``is_causal`` in Flax lets query i see keys 0..i, so that a
+      layer of Flax 0.12.8 that decodes with ``is_causal`` on sees the first cache slot alone; for that
+      meaning pass ``mask=flashjax.Causal()``.
+      With ``is_causal`` or a `flashjax.Mask` nothing of size T·S is stored. While a layer decodes, Flax
+      joins ``mask`` with its own, so that it must be an array there.
+      An array whose batch dimensions are partly 1 is spread over the batch; heads, T and S are not.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> layer = nnx.MultiHeadAttention(
+      ...     num_heads=4, in_features=32, decode=False, attention_fn=attention_fn, rngs=nnx.Rngs(0)
+      ... )
+      >>> layer(jax.random.normal(jax.random.key(0), (2, 10, 32)), is_causal=True).shape
+      (2, 10, 32)
+
+    Source: the signature and meaning of ``flax.nnx.dot_product_attention``, Flax 0.12.
+    """
+    problems.check_module(module)
+    if promote_dtype is None:
+        promote_dtype = common.promote
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    return common.attention(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        is_causal=is_causal,
+        broadcast_dropout=broadcast_dropout,
+        dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate,
+        deterministic=deterministic,
+        precision=precision,
+        scale=scale,
+        local_window_size=local_window_size,
+        softcap=softcap,
+        implementation=implementation,
+    )

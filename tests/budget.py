@@ -1,0 +1,138 @@
+"""How wrong an answer may be: twice as wrong as the same maths done plainly, plus one rounding."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flashjax import dropout, flash_attention, masks, scores
+
+
+# Code that runs once and is not under test: compiled fast rather than well.
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+
+
+def run(
+    function: Callable[..., Any],
+    arrays: dict[str, Any],
+    cotangents: Any,
+    compiler_options: dict[str, Any] | None = None,
+) -> dict[str, jax.Array]:
+    """Return out, lse and the gradient of every array of ``function(**arrays) -> (out, lse)``.
+
+    The cotangent of lse is zero where lse is infinite: there is nothing to differentiate.
+    """
+
+    @functools.partial(jax.jit, compiler_options=compiler_options)
+    def both(arrays, cotangents):
+        (out, lse), pull = jax.vjp(lambda a: function(**a), arrays)
+        dlse = jnp.where(jnp.isfinite(lse), cotangents[1], 0).astype(lse.dtype)
+        (gradients,) = pull((cotangents[0].astype(out.dtype), dlse))
+        return {"out": out, "lse": lse, **{f"d{name}": x for name, x in gradients.items()}}
+
+    return both(arrays, cotangents)
+
+
+def oracle(arrays: dict[str, Any], options: dict[str, Any], cotangents: Any) -> dict[str, np.ndarray]:
+    """Run the reference on the same values, in float64 so that its own rounding does not count."""
+    with jax.enable_x64(True):
+        wide, (dout, dlse) = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (arrays, cotangents))
+        call = lambda **a: flash_attention(**a, **options, implementation="reference", return_residual=True)
+        return jax.tree.map(np.asarray, run(call, wide, (dout, dlse), FAST_COMPILE))
+
+
+def plain(arrays: dict[str, Any], options: dict[str, Any], cotangents: Any) -> dict[str, jax.Array]:
+    """Do the same maths in the dtype of the inputs: what the error is measured by.
+
+    For half precision that is the textbook, differentiated by JAX. In float32 the formula of the gradient
+    itself counts (``delta = rowsum(dO * O)`` is rounded apart from dP), so there it is the reference's.
+    """
+    call = lambda **a: plain_attention(**a, **options)
+    if arrays["query"].dtype == jnp.float32:
+        call = lambda **a: flash_attention(**a, **options, implementation="reference", return_residual=True)
+    return run(call, arrays, cotangents, FAST_COMPILE)
+
+
+def plain_attention(
+    query,
+    key,
+    value,
+    bias=None,
+    scale=None,
+    *,
+    mask=None,
+    softcap=None,
+    is_causal=False,
+    query_seq_lengths=None,
+    key_value_seq_lengths=None,
+    local_window_size=None,
+    dropout_rate=0.0,
+    dropout_key=None,
+):
+    """Attention as a textbook would write it in the dtype of the inputs; JAX differentiates it.
+
+    Products take inputs of that dtype and the softmax is in float32, as in `jax.nn`. Rows that see nothing
+    give 0 and -inf.
+    """
+    batch, t, heads, dim = query.shape
+    s_len = key.shape[1]
+    group = heads // key.shape[2]
+    key, value = (jnp.repeat(x, group, 2) for x in (key, value))
+    qk = jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32)
+    s, _ = scores.logits(qk, dim**-0.5 if scale is None else scale, softcap, bias)
+    visible = jnp.ones((batch, heads, t, s_len), bool)
+    whole = masks.from_arguments(
+        None,
+        masks.Sizes(batch, heads, t, s_len),
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+    )
+    sizes = {"batch": batch, "heads": heads}
+    if whole is not None:
+        b, h, q, k = jnp.ix_(*(jnp.arange(n) for n in (batch, heads, t, s_len)))
+        visible &= whole.element(b, h, q, k, **{n: o.array for n, o in whole.operands().items()})
+    if mask is not None:
+        lengths = {
+            "query_seq_lengths": query_seq_lengths,
+            "key_value_seq_lengths": key_value_seq_lengths,
+        }
+        visible &= masks.as_mask(mask).dense(t, s_len, **sizes, **lengths)
+    any_visible = visible.any(-1)
+    s = jnp.where(visible, s, -jnp.inf)
+    safe = jnp.where(any_visible[..., None], s, 0)
+    lse = jnp.where(any_visible, jax.nn.logsumexp(safe, -1), -jnp.inf)
+    p = jnp.where(any_visible[..., None], jax.nn.softmax(safe, -1), 0)
+    if dropout_rate:
+        b, h, q, k = jnp.ix_(*(jnp.arange(n) for n in (batch, heads, t, s_len)))
+        first, second = dropout.key_words(dropout_key)
+        p = p * dropout.keep((first, second), b, h, q, k, dropout_rate).astype(p.dtype) / (1 - dropout_rate)
+    out = jnp.einsum("bnts,bsnd->btnd", p.astype(value.dtype), value)
+    return out, lse.swapaxes(1, 2)
+
+
+def check(
+    got: dict[str, jax.Array],
+    plain: dict[str, jax.Array],
+    truth: dict[str, np.ndarray],
+    dtypes: dict[str, Any],
+) -> None:
+    """Assert ``err(got, truth) <= 2 * err(plain, truth) + one ulp`` for every result.
+
+    The error is the largest absolute difference, the ulp that of the largest value in the result's dtype.
+    """
+    for name, wanted in truth.items():
+        x, y, z = (np.asarray(a, np.float64) for a in (got[name], plain[name], wanted))
+        assert x.shape == z.shape, name
+        assert got[name].dtype == dtypes[name], name
+        finite = np.isfinite(z)
+        np.testing.assert_array_equal(x[~finite], z[~finite], err_msg=name)
+        if not finite.any():
+            continue
+        error, allowed = (np.abs(a[finite] - z[finite]).max() for a in (x, y))
+        ulp = float(jnp.finfo(got[name].dtype).eps) * np.abs(z[finite]).max()
+        assert error <= 2 * allowed + ulp, f"{name}: error {error:.2e}, plain {allowed:.2e}, ulp {ulp:.2e}"

@@ -1,0 +1,194 @@
+"""The calls that tests, benchmarks and tuning share: one list, every feature, adversarial sizes."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from flashjax import (
+    BlockSparse,
+    Causal,
+    CustomMask,
+    Operand,
+    PrefixLM,
+    Segments,
+    SlidingWindow,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of `flash_attention`.
+
+    Attributes:
+      name: unique, for test ids and benchmark rows.
+      batch, query_length, key_length, heads, kv_heads, head_dim, value_dim: B, T, S, N, K, D, Dv.
+      dtype: of query, key and value.
+      bias: shape of the bias, None without one.
+      mask: ``mask(case, rng)`` returns a mask, None without one.
+      options: further arguments, or functions ``(case, rng) -> value`` of them.
+    """
+
+    name: str
+    batch: int = 2
+    query_length: int = 64
+    key_length: int = 64
+    heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 16
+    value_dim: int = 16
+    dtype: str = "float32"
+    bias: tuple[int, ...] | None = None
+    bias_dtype: str = "float32"
+    mask: Callable[..., Any] | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def arguments(self, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return ``(arrays, options)``: what has a gradient, and the rest of the keywords."""
+        rng = np.random.default_rng([seed, *self.name.encode()])
+        normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        arrays = {
+            "query": normal(self.batch, self.query_length, self.heads, self.head_dim).astype(self.dtype),
+            "key": normal(self.batch, self.key_length, self.kv_heads, self.head_dim).astype(self.dtype),
+            "value": normal(self.batch, self.key_length, self.kv_heads, self.value_dim).astype(self.dtype),
+        }
+        if self.bias is not None:
+            arrays["bias"] = normal(*self.bias).astype(self.bias_dtype)
+        options = {k: v(self, rng) if callable(v) else v for k, v in self.options.items()}
+        if "scale" in options:
+            arrays["scale"] = jnp.float32(options.pop("scale"))
+        if self.mask is not None:
+            options["mask"] = self.mask(self, rng)
+        return arrays, options
+
+    def cotangents(self, seed: int = 1) -> tuple[jax.Array, jax.Array]:
+        """Return cotangents of out and lse."""
+        rng = np.random.default_rng([seed, *self.name.encode()])
+        shape = (self.batch, self.query_length, self.heads)
+        dout = jnp.asarray(rng.standard_normal((*shape, self.value_dim)), self.dtype)
+        return dout, jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+
+def case(name: str, lengths: int | tuple[int, int] = 64, heads: int | tuple[int, int] = 2, **fields) -> Case:
+    """Make a case from ``T`` or ``(T, S)`` and ``N`` or ``(N, K)``."""
+    t, s = lengths if isinstance(lengths, tuple) else (lengths, lengths)
+    n, k = heads if isinstance(heads, tuple) else (heads, heads)
+    fields.setdefault("value_dim", fields.get("head_dim", 16))
+    return Case(name, query_length=t, key_length=s, heads=n, kv_heads=k, **fields)
+
+
+def documents(length: int, rng: np.random.Generator, mean: int = 20) -> jnp.ndarray:
+    """Return rising segment ids ``[length]`` of documents of random sizes."""
+    return jnp.asarray(np.cumsum(rng.random(length) < 1 / mean), jnp.int32)
+
+
+def _lengths(axis: str, low: int = 0) -> Callable:
+    return lambda c, rng: jnp.asarray(rng.integers(low, getattr(c, axis) + 1, c.batch), jnp.int32)
+
+
+def _segments(c: Case, rng: np.random.Generator) -> Segments:
+    most = max(c.query_length, c.key_length)
+    ids = jnp.stack([documents(most, rng) for _ in range(c.batch)])
+    return Segments(ids[:, : c.query_length], ids[:, : c.key_length])
+
+
+def _random_mask(*shape: int) -> Callable:
+    return lambda c, rng: jnp.asarray(rng.random(shape) < 0.7)
+
+
+def _blocks(c: Case, rng: np.random.Generator) -> BlockSparse:
+    count = -(-c.query_length // 10), -(-c.key_length // 12)
+    return BlockSparse(jnp.asarray(rng.random((1, c.heads, *count)) < 0.4), (10, 12))
+
+
+def strided(b, h, q, k, stride):
+    """Let a query see every ``stride``-th key before it, and head 0 every key of odd rows."""
+    return ((q - k) % stride == 0) & (k <= q) | ((h == 0) & (b % 2 == 1))
+
+
+def _custom(c: Case, rng: np.random.Generator) -> CustomMask:
+    return CustomMask(strided, stride=Operand(jnp.asarray(rng.integers(2, 5, c.heads)), "h"))
+
+
+_KEY = {"dropout_key": lambda c, rng: jax.random.key(int(rng.integers(100)))}
+
+CASES = [
+    # lengths: one, few, around a tile, primes, much longer on one side
+    case("one", 1),
+    case("three-causal", 3, options={"is_causal": True}),
+    case("tile", 24, options={"is_causal": True}),
+    case("tile-minus-one", 23, options={"is_causal": True}),
+    case("tile-plus-one", 33),
+    case("prime", 97, options={"is_causal": True}),
+    case("one-query", (1, 131)),
+    case("one-key", (67, 1)),
+    case("few-queries", (3, 200), mask=lambda c, rng: Causal(align="end")),
+    case("few-keys-causal-end", (150, 5), mask=lambda c, rng: Causal(align="end")),
+    case("full-tiles-of-512", 1024, batch=1, heads=1, options={"is_causal": True}),
+    case("around-512", (513, 1031), batch=1, heads=1, options={"is_causal": True}),
+    # heads and head dims
+    case("group-3", 50, heads=(6, 2), options={"is_causal": True}),
+    case("group-8", (40, 70), heads=(8, 1)),
+    case("many-heads", 17, heads=(12, 12), batch=3),
+    case("odd-dims", 40, head_dim=13, value_dim=7, heads=(3, 1)),
+    case("192-128", 40, head_dim=192, value_dim=128, options={"is_causal": True}),
+    case("dim-1", 30, head_dim=1, value_dim=1),
+    # dtypes
+    case("bfloat16", 100, dtype="bfloat16", heads=(4, 2), options={"is_causal": True}),
+    case("bfloat16-full", (70, 130), dtype="bfloat16", head_dim=64),
+    case("float16", (100, 60), dtype="float16", options={"is_causal": True}),
+    # arguments that hide
+    case("lengths", (60, 90), options={"key_value_seq_lengths": _lengths("key_length")}, batch=4),
+    case("query-lengths", 60, options={"query_seq_lengths": _lengths("query_length")}, batch=4),
+    case(
+        "both-lengths-causal-end",
+        (60, 90),
+        batch=4,
+        mask=lambda c, rng: Causal(align="end"),
+        options={
+            "query_seq_lengths": _lengths("query_length"),
+            "key_value_seq_lengths": _lengths("key_length"),
+        },
+    ),
+    case("window", 130, options={"local_window_size": (20, 5)}),
+    case("window-causal", 130, options={"local_window_size": 9, "is_causal": True}),
+    case("window-wide", (40, 130), options={"local_window_size": (300, 300)}),
+    # masks
+    case("dense-full-shape", (50, 60), mask=_random_mask(2, 2, 50, 60)),
+    case("dense-keys", (50, 60), mask=_random_mask(2, 1, 1, 60), heads=(4, 2)),
+    case("dense-heads", (50, 60), mask=_random_mask(4, 50, 60), heads=(4, 2)),
+    case("offset", (60, 90), mask=lambda c, rng: Causal(offset=17)),
+    case("offset-rows", (60, 90), mask=lambda c, rng: Causal(offset=jnp.array([-20, 40]))),
+    case("window-end", (60, 90), mask=lambda c, rng: SlidingWindow(11, 3, align="end")),
+    case("segments", 130, mask=_segments, heads=(4, 2)),
+    case("segments-causal-window", 130, mask=lambda c, rng: _segments(c, rng) & SlidingWindow(15)),
+    case("segments-bfloat16", 130, dtype="bfloat16", mask=lambda c, rng: _segments(c, rng) & Causal()),
+    case("prefix", 90, mask=lambda c, rng: PrefixLM(jnp.array([0, 50]))),
+    case("blocks", (95, 130), mask=_blocks),
+    case("custom", 60, mask=_custom, heads=(4, 4), batch=3),
+    case("composed", 100, mask=lambda c, rng: ~(_segments(c, rng) | SlidingWindow(5, 5)) & Causal()),
+    case("nothing-visible", 40, mask=lambda c, rng: ~SlidingWindow(None, None)),
+    # between the product and the mask
+    case("softcap", (60, 40), options={"softcap": 2.0, "is_causal": True}),
+    case("bias", (50, 70), bias=(2, 4, 50, 70), heads=(4, 2)),
+    case("bias-pair", (50, 70), bias=(1, 4, 50, 70), heads=(4, 2), batch=3),
+    case("bias-keys", (50, 70), bias=(2, 1, 1, 70), options={"softcap": 3.0}),
+    case("bias-queries-heads", (50, 70), bias=(4, 50, 1), heads=(4, 2), options={"is_causal": True}),
+    case("bias-bfloat16", 50, bias=(1, 2, 50, 50), dtype="bfloat16", bias_dtype="float32"),
+    case("bias-half-in-float32", 50, bias=(2, 1, 50, 50), bias_dtype="bfloat16", mask=_segments),
+    case("scale", 50, options={"scale": 0.7, "is_causal": True}),
+    case("scale-negative", 50, heads=(4, 2), options={"scale": -0.4, "softcap": 1.5}),
+    case("scale-zero", 50, options={"scale": 0.0, "is_causal": True}),
+    # dropout
+    case("dropout", (50, 70), heads=(4, 2), options={"dropout_rate": 0.3, **_KEY}),
+    case(
+        "dropout-causal-bias",
+        70,
+        bias=(1, 2, 70, 70),
+        options={"dropout_rate": 0.5, "is_causal": True, **_KEY},
+    ),
+    case("dropout-bfloat16", 70, dtype="bfloat16", mask=_segments, options={"dropout_rate": 0.1, **_KEY}),
+]

@@ -1,0 +1,29 @@
+"""Settings of every test: CPU with eight devices unless told otherwise, strict dtype promotion."""
+
+import functools
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import pytest
+
+from flashjax import backends
+from flashjax.backends import xla
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+SMALL = xla.Config(rows=32, keys=24, logits=2**11)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def small_tiles():
+    """Offer ``implementation="small-tiles"``: the portable backend, cut so small that short sequences have
+    many tiles and chunks."""
+    forward, backward = (functools.partial(f, config=SMALL) for f in (xla.forward, xla.backward))
+    extra = backends.Backend("small-tiles", lambda problem: None, forward, backward, automatic=False)
+    backends.BACKENDS = (*backends.BACKENDS, extra)
+    yield
+    backends.BACKENDS = backends.BACKENDS[:-1]

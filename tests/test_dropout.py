@@ -1,0 +1,322 @@
+"""The dropout hash: its bits, its statistics, and that it depends on global indices alone."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flashjax import dropout
+
+MASK = 0xFFFFFFFF
+
+
+# ---- the hash again, in plain integers -------------------------------------------------------------
+
+
+def mix(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D & MASK
+    x = (x ^ (x >> 15)) * 0x846CA68B & MASK
+    return x ^ (x >> 16)
+
+
+def words_of(data):
+    first = second = 0
+    for word in data:
+        first = mix(first ^ word)
+        second = mix((second + (word ^ 0x9E3779B9)) & MASK)
+    return first, second
+
+
+def bits_of(words, b, h, q, k):
+    first, second = words
+    row_a = mix((q + mix((h + mix(b ^ first)) & MASK)) & MASK)
+    row_b = mix(q ^ mix(h ^ mix((b + second) & MASK)))
+    column = mix((k + mix((first + second) & MASK)) & MASK)
+    x = (column ^ row_a) * 0x7FEB352D & MASK
+    x = ((x ^ (x >> 15)) + row_b) & MASK
+    x = x * 0x846CA68B & MASK
+    return x ^ (x >> 16)
+
+
+# ---- helpers ---------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def keep_all(words, sizes, rate, starts=(0, 0, 0, 0)):
+    """Return the keep mask of ``sizes = (B, N, T, S)`` from the given first indices on."""
+    b, h, q, k = jnp.ix_(
+        *(start + jnp.arange(n, dtype=jnp.int32) for start, n in zip(starts, sizes, strict=True))
+    )
+    return dropout.keep((words[0], words[1]), b, h, q, k, rate)
+
+
+def signs(seed, sizes, **options):
+    """Return the keep mask at rate 1/2 as +1 and -1."""
+    keep = keep_all(dropout.key_words(jax.random.key(seed)), sizes, 0.5, **options)
+    return np.where(keep, 1, -1).astype(np.float64)
+
+
+def check_uncorrelated(rows):
+    """Assert that +-1 rows ``[rows, samples]`` have correlations as small as chance makes them."""
+    count, samples = rows.shape
+    z = (rows @ rows.T / np.sqrt(samples))[np.triu_indices(count, 1)]
+    # Each z is standard normal: bound the largest by its tail, the mean square by its deviation.
+    assert np.abs(z).max() < np.sqrt(2 * np.log(len(z))) + 2
+    assert abs((z**2).mean() - 1) < 4 * np.sqrt(2 / len(z))
+    # None of them leans to one side.
+    assert np.abs(rows.sum(1)).max() < (np.sqrt(2 * np.log(count)) + 2) * np.sqrt(samples)
+
+
+# ---- bits ------------------------------------------------------------------------------------------
+
+# Key data, (batch, head, query, key), bits. A kernel on other hardware must give the same.
+GOLDEN = [
+    ((0, 0), (0, 0, 0, 0), 0x521B28A1),
+    ((0, 0), (0, 0, 0, 1), 0x56D00FCC),
+    ((0, 0), (0, 0, 1, 0), 0xE1A97C84),
+    ((0, 0), (0, 1, 0, 0), 0x8D30D3CC),
+    ((0, 0), (1, 0, 0, 0), 0x470BC819),
+    ((0, 42), (3, 7, 1000, 4095), 0x9CEECB3D),
+    ((0xDEADBEEF, 0x12345678), (255, 63, 1048575, 16777221), 0x5C7B0844),
+    ((0xFFFFFFFF, 0xFFFFFFFF), (2147483647, 2147483647, 2147483647, 2147483647), 0xA1C20B7C),
+    ((1, 2, 3, 4), (1, 2, 3, 4), 0x29F5B563),
+]
+
+
+@pytest.mark.parametrize(("data", "index", "bits"), GOLDEN)
+def test_keep_golden_bits(data, index, bits):
+    assert bits_of(words_of(data), *index) == bits
+    words = dropout.key_words(jnp.array(data, jnp.uint32))
+    index = [jnp.array(i, jnp.int32) for i in index]
+    # Bits at or above the threshold keep the weight: these two rates pin every bit.
+    assert dropout.keep((words[0], words[1]), *index, bits / 2**32)
+    assert not dropout.keep((words[0], words[1]), *index, (bits + 1) / 2**32)
+
+
+WORDS = [
+    ((0, 0), (0x00000000, 0xA0117BE9)),
+    ((0, 42), (0x172733C2, 0x9539AAD4)),
+    ((0xDEADBEEF, 0x12345678), (0xB2B6CAB4, 0x45E6CCBC)),
+    ((0xFFFFFFFF, 0xFFFFFFFF), (0x9945545D, 0xA186B5DC)),
+    ((1, 2, 3, 4), (0x934ADDD8, 0xCF840973)),
+]
+
+
+@pytest.mark.parametrize(("data", "words"), WORDS)
+def test_key_words_golden_values(data, words):
+    assert words_of(data) == words
+    got = dropout.key_words(jnp.array(data, jnp.uint32))
+    assert got.dtype == jnp.uint32
+    assert tuple(got.tolist()) == words
+
+
+def test_keep_follows_the_integer_definition():
+    data, sizes, starts = (123, 456), (2, 3, 5, 7), (1, 30, 1000, 2**31 - 8)
+    bits = np.empty(sizes, np.int64)
+    for index in np.ndindex(*sizes):
+        bits[index] = bits_of(words_of(data), *(i + j for i, j in zip(index, starts, strict=True)))
+    words = dropout.key_words(jnp.array(data, jnp.uint32))
+    for rate in (0.1, 0.5, 0.9):
+        np.testing.assert_array_equal(keep_all(words, sizes, rate, starts), bits >= round(rate * 2**32))
+
+
+def test_key_words_agree_for_typed_and_raw_keys():
+    for seed in (0, 7, 2**31 - 1):
+        typed, raw = jax.random.key(seed), jax.random.PRNGKey(seed)
+        np.testing.assert_array_equal(dropout.key_words(typed), dropout.key_words(raw))
+        assert words_of(raw.tolist()) == tuple(dropout.key_words(typed).tolist())
+
+
+@pytest.mark.parametrize("implementation", ["rbg", "unsafe_rbg", "threefry2x32"])
+def test_key_words_take_every_kind_of_key(implementation):
+    keys = [jax.random.key(seed, impl=implementation) for seed in range(4)]
+    words = [tuple(dropout.key_words(key).tolist()) for key in keys]
+    assert words == [words_of(jax.random.key_data(key).tolist()) for key in keys]
+    assert len({word for pair in words for word in pair}) == 8
+
+
+def test_key_words_differ_between_keys_and_map():
+    keys = jax.random.split(jax.random.key(0), 2000)
+    words = np.asarray(jax.jit(jax.vmap(dropout.key_words))(keys))
+    assert words.shape == (2000, 2)
+    assert len(np.unique(words[:, 0])) > 1990
+    assert len({tuple(x) for x in words.tolist()}) == 2000
+    np.testing.assert_array_equal(words[5], dropout.key_words(keys[5]))
+
+
+def test_key_words_use_every_word_of_the_key():
+    base = [1, 2, 3, 4]
+    seen = {words_of(base)}
+    for i in range(4):
+        changed = jnp.array([x + (i == j) for j, x in enumerate(base)], jnp.uint32)
+        seen.add(tuple(dropout.key_words(changed).tolist()))
+    assert len(seen) == 5
+    assert len({x for x, _ in seen}) == 5
+
+
+def test_threshold_is_the_rate_in_32_bits():
+    assert dropout.threshold(0.0) == 0
+    assert dropout.threshold(0.5) == 2**31
+    assert dropout.threshold(0.25) == 2**30
+    assert dropout.threshold(1e-12) == 0
+    assert dropout.threshold(float(np.nextafter(1, 0))) == 2**32 - 1
+
+
+def test_keep_at_rate_zero_keeps_everything():
+    assert keep_all(dropout.key_words(jax.random.key(0)), (1, 1, 64, 64), 0.0).all()
+
+
+# ---- statistics ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rate", [0.001, 0.1, 0.3, 0.5, 0.9, 0.999])
+def test_keep_drops_at_the_rate(rate):
+    sizes = (2, 2, 256, 256)
+    for seed in range(4):
+        keep = np.asarray(keep_all(dropout.key_words(jax.random.key(seed)), sizes, rate))
+        sigma = np.sqrt(rate * (1 - rate) / keep.size)
+        assert abs((1 - keep.mean()) - rate) < 4 * sigma
+        # Also within each row, head and key position, up to the largest of many deviations.
+        for axes in ((3,), (2,), (2, 3), (0, 1, 3), (0, 1, 2)):
+            dropped = (~keep).mean(axes)
+            count = keep.size // dropped.size
+            if count * min(rate, 1 - rate) > 20:
+                largest = np.abs(dropped - rate).max() / np.sqrt(rate * (1 - rate) / count)
+                assert largest < np.sqrt(2 * np.log(dropped.size)) + 2.5
+
+
+@pytest.mark.parametrize("starts", [(0, 0, 0, 0), (0, 0, 10**6, 10**7)], ids=["near", "far"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_keep_rows_and_columns_are_uncorrelated(seed, starts):
+    x = signs(seed, (1, 1, 512, 512), starts=starts)[0, 0]
+    check_uncorrelated(x)
+    check_uncorrelated(x.T)
+
+
+def test_keep_heads_batch_rows_and_keys_are_uncorrelated():
+    x = signs(0, (16, 16, 48, 48))
+    check_uncorrelated(x.reshape(256, -1))
+    check_uncorrelated(x[0].reshape(16, -1))
+    check_uncorrelated(x[:, 0].reshape(16, -1))
+    check_uncorrelated(np.stack([signs(seed, (1, 1, 48, 48)).ravel() for seed in range(64)]))
+
+
+def test_keep_of_split_keys_is_uncorrelated():
+    words = jax.vmap(dropout.key_words)(jax.random.split(jax.random.key(0), 64))
+    keep = jax.vmap(lambda w: keep_all(w, (1, 1, 48, 48), 0.5))(words)
+    check_uncorrelated(np.where(keep, 1.0, -1.0).reshape(64, -1))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_keep_neighbours_are_uncorrelated(seed):
+    x = signs(seed, (2, 2, 256, 256))
+    for shift in itertools.product((0, 1), (0, 1), (0, 1, 2, 3), (-3, -2, -1, 0, 1, 2, 3)):
+        if shift == (0, 0, 0, 0):
+            continue
+        near = tuple(slice(max(0, s), n + min(0, s)) for s, n in zip(shift, x.shape, strict=True))
+        far = tuple(slice(max(0, -s), n + min(0, -s)) for s, n in zip(shift, x.shape, strict=True))
+        product = x[near] * x[far]
+        assert abs(product.sum()) < 5 * np.sqrt(product.size), shift
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_keep_rectangles_are_uncorrelated(seed):
+    """Rows and columns are hashed apart and joined in one round: four corners must not conspire."""
+    x = signs(seed, (1, 1, 512, 512))[0, 0]
+    for dq, dk in itertools.product((1, 2, 3, 64, 255), repeat=2):
+        product = x[dq:, dk:] * x[:-dq, dk:] * x[dq:, :-dk] * x[:-dq, :-dk]
+        assert abs(product.sum()) < 5 * np.sqrt(product.size), (dq, dk)
+
+
+def test_keep_rows_do_not_repeat_under_any_shift_of_the_keys():
+    x = signs(0, (1, 1, 64, 1024))[0, 0]
+    spectrum = np.fft.rfft(x, axis=1)
+    rows, others = np.triu_indices(64, 1)
+    correlation = np.fft.irfft(spectrum[rows] * spectrum[others].conj(), axis=1) / np.sqrt(1024)
+    assert np.abs(correlation).max() < np.sqrt(2 * np.log(correlation.size)) + 2
+
+
+# ---- global indices --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", [(2, 2, 40, 24), (1, 1, 1, 24), (1, 2, 40, 1), (1, 1, 8, 8), (1, 1, 7, 11)])
+def test_keep_does_not_depend_on_tiles(tile):
+    sizes, rate = (2, 2, 40, 24), 0.3
+    words = dropout.key_words(jax.random.key(3))
+    whole = np.asarray(keep_all(words, sizes, rate))
+    for start in itertools.product(*(range(0, n, m) for n, m in zip(sizes, tile, strict=True))):
+        start = tuple(min(i, n - m) for i, n, m in zip(start, sizes, tile, strict=True))
+        part = whole[tuple(slice(i, i + m) for i, m in zip(start, tile, strict=True))]
+        np.testing.assert_array_equal(keep_all(words, tile, rate, jnp.array(start, jnp.int32)), part)
+
+
+def test_keep_does_not_depend_on_the_layout_of_indices():
+    words = tuple(dropout.key_words(jax.random.key(4)))
+    keep = jax.jit(lambda *index: dropout.keep(words, *index, 0.4))
+    b, h, q, k = np.ix_(*(np.arange(n, dtype=np.int32) for n in (2, 3, 16, 8)))
+    wanted = np.asarray(keep(b, h, q, k))
+    full = np.broadcast_arrays(b, h, q, k)
+    np.testing.assert_array_equal(keep(*full), wanted)
+    turned = [x.transpose(3, 1, 0, 2) for x in (b, h, q, k)]
+    np.testing.assert_array_equal(keep(*turned), wanted.transpose(3, 1, 0, 2))
+    flat = [x.ravel() for x in full]
+    np.testing.assert_array_equal(keep(*flat), wanted.ravel())
+
+
+def test_keep_takes_a_key_per_batch_row():
+    keys = [jax.random.key(seed) for seed in (5, 6)]
+    words = np.stack([dropout.key_words(key) for key in keys]).reshape(2, 2, 1, 1, 1)
+    index = np.ix_(*(np.arange(n, dtype=np.int32) for n in (2, 1, 16, 8)))
+    got = jax.jit(lambda words, *index: dropout.keep(words, *index, 0.5))((words[:, 0], words[:, 1]), *index)
+    for row, key in enumerate(keys):
+        alone = keep_all(dropout.key_words(key), (1, 1, 16, 8), 0.5, (row, 0, 0, 0))
+        np.testing.assert_array_equal(got[row], alone[0])
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_keep_is_the_same_in_64_bit_mode(dtype):
+    sizes = (2, 2, 40, 24)
+    wanted = np.asarray(keep_all(dropout.key_words(jax.random.key(3)), sizes, 0.3))
+    with jax.enable_x64(True):
+        words = dropout.key_words(jax.random.key(3))
+        assert words.dtype == jnp.uint32
+        index = np.ix_(*(np.arange(n, dtype=dtype) for n in sizes))
+        got = jax.jit(lambda *index: dropout.keep((words[0], words[1]), *index, 0.3))(*index)
+        np.testing.assert_array_equal(got, wanted)
+        raw = dropout.key_words(jax.random.PRNGKey(3))
+        np.testing.assert_array_equal(raw, words)
+
+
+# ---- cost ------------------------------------------------------------------------------------------
+
+
+def trace_keep(sizes):
+    arrays = [jnp.zeros((), jnp.uint32)] * 2 + [
+        jnp.zeros([n if i == axis else 1 for i in range(4)], jnp.int32) for axis, n in enumerate(sizes)
+    ]
+    return jax.make_jaxpr(lambda first, second, *index: dropout.keep((first, second), *index, 0.1))(*arrays)
+
+
+def test_keep_is_uint32_add_xor_shift_and_multiply():
+    jaxpr = trace_keep((2, 3, 16, 8))
+    arithmetic = {"add", "xor", "shift_right_logical", "mul"}
+    shapes = {"convert_element_type", "broadcast_in_dim", "reshape"}
+    names = [equation.primitive.name for equation in jaxpr.eqns]
+    assert arithmetic <= set(names)
+    assert set(names) <= arithmetic | shapes | {"ge"}
+    assert names.count("ge") == 1
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in arithmetic | {"ge"}:
+            assert {str(x.aval.dtype) for x in equation.invars} == {"uint32"}
+    # A kernel cannot close over arrays: every constant is a literal.
+    assert not jaxpr.consts
+
+
+def test_keep_does_two_multiplications_per_weight():
+    sizes = (2, 3, 16, 8)
+    dense = [x for x in trace_keep(sizes).eqns if x.outvars[0].aval.shape == sizes]
+    names = [x.primitive.name for x in dense if x.primitive.name != "broadcast_in_dim"]
+    assert sorted(names) == ["add", "ge", "mul", "mul", *["shift_right_logical"] * 2, *["xor"] * 3]
