@@ -7,10 +7,11 @@ any tile size and any sharding agree on them bit for bit.
 The hash is cheap where it is dense. A row (batch, head, query) and a column (key position) get strong
 words of their own, and one round of two multiplications joins them:
 
-    x = column ^ row_a;  x *= C1;  x ^= x >> 15;  x += row_b;  x *= C2;  x ^= x >> 16
+    x = column ^ row_a;  x *= C1;  x ^= (x >> 15) ^ row_b;  x *= C2;  x ^= x >> 16
 
 The row enters twice with independent words. With one word alone, two rows whose words happen to differ
-by the difference of two column words would share part of their pattern.
+by the difference of two column words would share part of their pattern. The second enters by xor: added, it
+would only shift the product that follows, and rows that share their first word would still look alike.
 
 Only uint32 add, xor, shift and multiply: a kernel evaluates it for its own tile.
 
@@ -76,6 +77,6 @@ def keep(
     row_b = _mix(_u32(q) ^ _mix(_u32(h) ^ _mix(_u32(b) + second)))
     column = _mix(_u32(k) + _mix(first + second))
     x = (column ^ row_a) * _u32(0x7FEB352D)
-    x = (x ^ (x >> _u32(15))) + row_b
+    x = x ^ (x >> _u32(15)) ^ row_b
     x = x * _u32(0x846CA68B)
     return (x ^ (x >> _u32(16))) >= _u32(threshold(rate))

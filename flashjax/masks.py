@@ -167,12 +167,20 @@ class Mask:
 
     def resolve(self, sizes: Sizes) -> Mask:
         """Fix the mask to the sizes of a call; check and reshape its arrays to four dimensions."""
-        arrays = {}
+        values = {}
+        for name, axes in self._axes.items():
+            # Lengths, offsets and window sizes are positions.
+            if axes == "b" and isinstance(getattr(self, name), int):
+                values[name] = max(-_LIMIT, min(_LIMIT, getattr(self, name)))
         for name, operand in self.operands().items():
-            arrays[name] = _expand(f"{type(self).__name__}.{name}", operand, sizes)
-            if operand.axes == "b":  # lengths, offsets and window sizes are positions
-                arrays[name] = _as_position(arrays[name])
-        return self._replace(**arrays)
+            values[name] = _expand(self._label(name), operand, sizes)
+            if operand.axes == "b":
+                values[name] = _as_position(values[name])
+        return self._replace(**values)
+
+    def _label(self, name: str) -> str:
+        """Name an array in an error."""
+        return f"{type(self).__name__}.{name}"
 
     def _replace(self, **values: Any) -> Mask:
         new = object.__new__(type(self))
@@ -208,8 +216,10 @@ class Mask:
         """
         if key_length is None:
             key_length = query_length
-        batch = batch or _own_size(self, "b", query_seq_lengths, key_value_seq_lengths)
-        heads = heads or _own_size(self, "h")
+        if batch is None:
+            batch = _own_size(self, "b", query_seq_lengths, key_value_seq_lengths)
+        if heads is None:
+            heads = _own_size(self, "h")
         mask = self.resolve(
             Sizes(batch, heads, query_length, key_length, query_seq_lengths, key_value_seq_lengths)
         )
@@ -304,8 +314,6 @@ class _Aligned(Mask):
             if not isinstance(keys, int) or not isinstance(queries, int):
                 keys, queries = (_as_position(jnp.asarray(x)) for x in (keys, queries))
             self = self._replace(offset=keys - queries, align="start")
-        if isinstance(self.offset, int):
-            self = self._replace(offset=max(-_LIMIT, min(_LIMIT, self.offset)))
         return Mask.resolve(self, sizes)
 
 
@@ -385,12 +393,8 @@ class SlidingWindow(_Aligned):
         )
         checks.check_align_with_offset(self.align, self.offset)
 
-    def _bounds(self, operands: dict[str, Any]) -> tuple[Any, Any, Any]:
-        left, right, offset = (
-            operands.get(name, getattr(self, name)) for name in ("left", "right", "offset")
-        )
-        limit = lambda x: min(x, _LIMIT) if isinstance(x, int) else x
-        return limit(left), limit(right), offset
+    def _bounds(self, operands: dict[str, Any]) -> list[Any]:
+        return [operands.get(name, getattr(self, name)) for name in ("left", "right", "offset")]
 
     def element(self, b, h, q, k, **operands):
         left, right, offset = self._bounds(operands)
@@ -446,6 +450,7 @@ class Segments(Mask):
         key_ids = query_ids
         if self.key_ids is not None:
             key_ids = checks.check_integers("Segments.key_ids", self.key_ids)
+            checks.check_same_ids(query_ids, key_ids)
         self._freeze(query_ids=query_ids, key_ids=key_ids)
 
     def element(self, b, h, q, k, *, query_ids, key_ids):
@@ -560,6 +565,9 @@ class Dense(Mask):
     def __post_init__(self) -> None:
         self._freeze(array=checks.check_mask_array("mask", self.array))
 
+    def _label(self, name):
+        return "mask"
+
     def element(self, b, h, q, k, *, array):
         return array
 
@@ -638,30 +646,30 @@ class CustomMask(Mask):
     bounds: Callable | None
     names: tuple[str, ...]
     axes: tuple[str, ...]
+    blocks: tuple[tuple[int, int], ...]
     arrays: tuple[Any, ...]
 
-    def __init__(self, function: Callable, bounds: Callable | None = None, **operands: Operand):
-        arrays, axes = [], []
-        for name, operand in operands.items():
-            array, tag = operand[:2]
-            arrays.append(checks.check_array(f"operand {name}", array))
-            axes.append(checks.check_operand_axes(name, tag, arrays[-1].ndim))
-        self._set(function=function, bounds=bounds, names=tuple(operands), axes=tuple(axes))
-        self._set(arrays=tuple(arrays), _dynamic=("arrays",))
+    def __init__(self, function: Callable, /, bounds: Callable | None = None, **operands: Operand):
+        checks.check_function("function", function)
+        if bounds is not None:
+            checks.check_function("bounds", bounds)
+        checked = [checks.check_operand(name, operand) for name, operand in operands.items()]
+        self._set(function=function, bounds=bounds, names=tuple(operands), _dynamic=("arrays",))
+        self._set(**{n: tuple(x[i] for x in checked) for i, n in enumerate(("arrays", "axes", "blocks"))})
 
     def operands(self):
-        return {n: Operand(x, a) for n, x, a in zip(self.names, self.arrays, self.axes, strict=True)}
+        parts = zip(self.names, self.arrays, self.axes, self.blocks, strict=True)
+        return {name: Operand(*rest) for name, *rest in parts}
 
     def resolve(self, sizes):
-        arrays = [_expand(f"operand {n}", o, sizes) for n, o in self.operands().items()]
+        arrays = tuple(_expand(f"operand {n}", o, sizes) for n, o in self.operands().items())
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         new = object.__new__(CustomMask)
-        axes = ("bhqk",) * len(arrays)
-        new._set(function=self.function, bounds=self.bounds, names=self.names, axes=axes)
-        new._set(arrays=tuple(arrays), _dynamic=("arrays",))
+        new._set(**fields | {"arrays": arrays, "axes": ("bhqk",) * len(arrays)}, _dynamic=("arrays",))
         return new
 
     def element(self, b, h, q, k, **operands):
-        return self.function(b, h, q, k, **operands)
+        return checks.check_seen(self.function(b, h, q, k, **operands))
 
     def tile(self, b, h, q, k, **operands):
         if self.bounds is None:
@@ -816,7 +824,7 @@ def _expand(name: str, operand: Operand, sizes: Sizes) -> jax.Array:
     array, axes, block = operand
     tiled = (-(-sizes.query_length // block[0]), -(-sizes.key_length // block[1]))
     full = dict(zip("bhqk", (sizes.batch, sizes.heads, *tiled), strict=True))
-    checks.check_operand_shape(name, array.shape, tuple(full[a] for a in axes), axes)
+    checks.check_operand_shape(name, array.shape, tuple(full[a] for a in axes), axes, block)
     given = dict(zip(axes[::-1], array.shape[::-1], strict=False))
     return array.reshape([given.get(a, 1) for a in "bhqk"])
 

@@ -143,6 +143,19 @@ def is_traced(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+def is_number(x: Any) -> bool:
+    """Whether x is a real number that is known at trace time; arrays of no dimension count."""
+    if isinstance(x, bool | np.bool_) or is_traced(x):
+        return False
+    return isinstance(x, numbers.Real) or (isinstance(x, np.ndarray | jax.Array) and x.ndim == 0)
+
+
+def named(value: Any) -> str:
+    """Name a value's type with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 # ---- single values ---------------------------------------------------------------------------------
 
 
@@ -158,7 +171,7 @@ def check_flag(name: str, value: Any) -> bool:
 def check_softcap(value: Any) -> float | None:
     if value is None:
         return None
-    if is_traced(value) or not isinstance(value, numbers.Real | np.ndarray | jax.Array):
+    if not is_number(value):
         raise TypeError(f"softcap is {value!r}; it must be a Python number, known at trace time")
     value = float(value)
     if not (value > 0 and math.isfinite(value)):
@@ -167,7 +180,7 @@ def check_softcap(value: Any) -> float | None:
 
 
 def check_dropout(rate: Any, key: Any, query: jax.Array) -> float:
-    if is_traced(rate) or not isinstance(rate, numbers.Real | np.ndarray | jax.Array):
+    if not is_number(rate):
         raise TypeError(
             f"dropout_rate is {rate!r}; it must be a Python number, known when the call is traced"
         )
@@ -184,11 +197,10 @@ def check_dropout(rate: Any, key: Any, query: jax.Array) -> float:
 
 def check_dropout_key(key: Any) -> jax.Array:
     if not isinstance(key, jax.Array | np.ndarray):
-        raise TypeError(
-            f"dropout_key is a {type(key).__name__}; it must be a JAX random key such as jax.random.key(0)"
-        )
+        raise TypeError(f"dropout_key is {named(key)}; it must be a JAX random key such as jax.random.key(0)")
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    if key.ndim != (0 if typed else 1) or not (typed or key.dtype == jnp.uint32):
+    raw = key.dtype == jnp.uint32 and key.shape in ((2,), (4,))
+    if not (raw or (typed and key.ndim == 0)):
         raise ValueError(
             f"dropout_key has shape {key.shape} and dtype {key.dtype}; it must be one key: "
             "jax.random.key(seed), or the uint32 vector of jax.random.PRNGKey(seed)"
@@ -197,6 +209,8 @@ def check_dropout_key(key: Any) -> jax.Array:
 
 
 def check_scale(scale: Any) -> jax.Array:
+    if isinstance(scale, numbers.Real) and not isinstance(scale, bool):
+        scale = float(scale)
     value = check_array("scale", scale)
     if value.ndim or not (
         jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)
@@ -236,7 +250,10 @@ def check_window(side: str, size: Any) -> Any:
                 "a model's sliding_window=W, which counts the token itself, is W - 1 here"
             )
         return int(size)
-    return check_integers(f"window size on the {side}", size)
+    name = f"window size on the {side}"
+    if isinstance(size, np.ndarray) and (size < 0).any():
+        raise ValueError(f"{name} is {size}; it must not be negative")
+    return check_integers(name, size)
 
 
 def check_offset(name: str, offset: Any) -> Any:
@@ -263,24 +280,43 @@ def check_local_window(window: Any) -> tuple[Any, Any]:
                 f"local_window_size has {len(window)} entries; it must be an int or (left, right)"
             )
         return tuple(window)
+    if isinstance(window, np.ndarray | jax.Array) and window.ndim > 0:
+        raise ValueError(
+            f"local_window_size has shape {window.shape}; it must be an int or (left, right). "
+            "For sizes per row use mask=SlidingWindow(left, right)"
+        )
     return window, window
 
 
 # ---- arrays ----------------------------------------------------------------------------------------
 
 
-def check_array(name: str, x: Any) -> jax.Array:
-    """Convert to a JAX array, or say which argument cannot be."""
+def check_array(name: str, x: Any, convert: Any = jnp.asarray) -> Any:
+    """Convert to an array, of JAX unless told otherwise, or say which argument cannot be."""
     try:
-        return jnp.asarray(x)
+        return convert(x)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} is a {type(x).__name__}; it must be an array") from error
+        raise TypeError(f"{name} is {named(x)}; it must be an array") from error
+
+
+def check_fits(name: str, x: np.ndarray) -> None:
+    """Check that integers from outside JAX fit its widest dtype, into which they would wrap in silence."""
+    widest = jnp.iinfo(jax.dtypes.canonicalize_dtype(x.dtype if x.dtype.kind == "u" else np.int64))
+    if x.size and (x.dtype.kind in "iu" or all(isinstance(n, int) for n in x.flat)):
+        for value in (x.min(), x.max()):
+            if not widest.min <= value <= widest.max:
+                advice = "use smaller integers"
+                if widest.bits == 32:
+                    advice += ", or 64-bit mode (jax_enable_x64)"
+                raise ValueError(f"{name} holds {value}, which {widest.dtype} cannot hold; {advice}")
 
 
 def check_integers(name: str, x: Any) -> Any:
     """Check an integer array. Abstract shapes pass as they are."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
+    if not isinstance(x, jax.Array):
+        check_fits(name, check_array(name, x, np.asarray))
     x = check_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} has dtype {x.dtype}; it must hold integers: use .astype(int32)")
@@ -320,40 +356,85 @@ def check_align_with_offset(align: str, offset: Any) -> None:
         )
 
 
-def check_operand_axes(name: str, axes: Any, ndim: int) -> str:
-    """Check the tag of a mask operand: which of b, h, q, k its dimensions are, in this order."""
+def check_same_ids(query_ids: Any, key_ids: Any) -> None:
+    """Check that two kinds of ids can be compared without loss."""
+    common = np.promote_types(query_ids.dtype, key_ids.dtype)
+    if common != jax.dtypes.canonicalize_dtype(common) or common.kind not in "iu":
+        raise TypeError(
+            f"Segments.query_ids has dtype {query_ids.dtype} and key_ids has {key_ids.dtype}, and no integer "
+            "dtype in use holds both; cast them to one dtype"
+        )
+
+
+def check_function(name: str, value: Any) -> Any:
+    if not callable(value):
+        raise TypeError(f"{name} of a CustomMask is {named(value)}; it must be a function of (b, h, q, k)")
+    return value
+
+
+def check_seen(seen: Any) -> jax.Array:
+    """Check what the function of a CustomMask returned."""
+    if isinstance(seen, bool | np.bool_):
+        return jnp.full((1, 1, 1, 1), seen)
+    if getattr(seen, "dtype", None) != jnp.bool_:
+        given = getattr(seen, "dtype", None) or named(seen)
+        raise TypeError(f"the function of a CustomMask returned {given}; it must return boolean arrays")
+    return seen
+
+
+def check_operand(name: str, operand: Any) -> tuple[jax.Array, str, tuple[int, int]]:
+    """Check a declared operand of a CustomMask: its name, its array and the axes that its tag names."""
+    if name in "bhqk":
+        raise ValueError(f"an operand is named {name!r}, which is an index of the function; rename it")
+    if not isinstance(operand, tuple) or len(operand) not in (2, 3):
+        raise TypeError(
+            f"operand {name} is {named(operand)}; it must be Operand(array, axes), for instance "
+            'Operand(ids, "bk")'
+        )
+    array = check_array(f"operand {name}", operand[0])
+    axes, block = operand[1], (operand[2] if len(operand) == 3 else (1, 1))
     ordered = isinstance(axes, str) and "".join(a for a in "bhqk" if a in axes) == axes
     if not ordered:
         raise ValueError(
             f"operand {name} has axes {axes!r}; it must name its dimensions by letters of 'bhqk' in "
             "this order (batch, head, query, key), for instance 'bk'"
         )
-    if ndim != len(axes):
+    if array.ndim != len(axes):
         raise ValueError(
-            f"operand {name} has {ndim} dimensions and axes {axes!r} name {len(axes)}; they must match"
+            f"operand {name} has {array.ndim} dimensions and axes {axes!r} name {len(axes)}; they must match"
         )
-    return axes
+    return array, axes, check_block_size(block)
 
 
-def check_operand_shape(name: str, shape: tuple[int, ...], full: tuple[int, ...], axes: str) -> None:
+def check_operand_shape(
+    name: str,
+    shape: tuple[int, ...],
+    full: tuple[int, ...],
+    axes: str,
+    block: tuple[int, int] = (1, 1),
+) -> None:
     """Check that an operand broadcasts to the sizes of its axes."""
     if len(shape) > len(full) or any(n not in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False)):
         letters = {"b": "B", "h": "N", "q": "T", "k": "S"}
+        note = ""
+        if block != (1, 1):
+            letters |= {"q": "T / block_size", "k": "S / block_size"}
+            note = f", with block_size {block}, rounded up"
         wanted = ", ".join(letters[a] for a in axes)
-        raise ValueError(f"{name} has shape {tuple(shape)}; it must broadcast to [{wanted}] = {tuple(full)}")
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}; it must broadcast to [{wanted}] = {tuple(full)}{note}"
+        )
 
 
 def reject_truth_value(mask: Any) -> None:
     raise TypeError(
-        f"a {type(mask).__name__} mask has no truth value; combine masks with &, | and ~ instead of "
-        "and, or and not"
+        f"{named(mask)} mask has no truth value; combine masks with &, | and ~ instead of and, or and not"
     )
 
 
 def check_mask_operand(value: Any) -> None:
     raise TypeError(
-        f"a mask cannot be combined with a {type(value).__name__}; the other side must be a Mask or a "
-        "boolean array"
+        f"a mask cannot be combined with {named(value)}; the other side must be a Mask or a boolean array"
     )
 
 
@@ -418,7 +499,7 @@ def check_bias(bias: Any, full: tuple[int, int, int, int]) -> jax.Array | None:
     if bias is None:
         return None
     if hasattr(bias, "element"):
-        raise TypeError(f"bias is a {type(bias).__name__} mask; pass it as mask={type(bias).__name__}(...)")
+        raise TypeError(f"bias is {named(bias)} mask; pass it as mask={type(bias).__name__}(...)")
     bias = check_array("bias", bias)
     if bias.dtype == jnp.bool_:
         raise TypeError("bias is boolean; pass a boolean array as mask (True where a query may see)")
@@ -432,7 +513,7 @@ def check_bias(bias: Any, full: tuple[int, int, int, int]) -> jax.Array | None:
 
 
 def check_mask_type(mask: Any) -> None:
-    raise TypeError(f"mask is a {type(mask).__name__}; it must be a boolean array or a flashjax Mask")
+    raise TypeError(f"mask is {named(mask)}; it must be a boolean array or a flashjax Mask")
 
 
 # ---- the call --------------------------------------------------------------------------------------

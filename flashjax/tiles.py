@@ -55,7 +55,7 @@ def fit(length: int, most: int, multiple: int = 8) -> int:
     """Choose the tile size of at most ``most`` that divides ``length`` most evenly."""
     count = -(-length // most)
     even = -(-length // count)
-    return min(length, -(-even // multiple) * multiple)
+    return min(length, most, -(-even // multiple) * multiple)
 
 
 def summarize(mask: Mask, blocks: Blocks) -> dict[str, Range]:

@@ -1,6 +1,5 @@
 """How wrong an answer may be: twice as wrong as the same maths done plainly, plus one rounding."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,22 +10,17 @@ import numpy as np
 from flashjax import dropout, flash_attention, masks, scores
 
 
-# Code that runs once and is not under test: compiled fast rather than well.
-FAST_COMPILE = {"xla_backend_optimization_level": 0}
-
-
 def run(
     function: Callable[..., Any],
     arrays: dict[str, Any],
     cotangents: Any,
-    compiler_options: dict[str, Any] | None = None,
 ) -> dict[str, jax.Array]:
     """Return out, lse and the gradient of every array of ``function(**arrays) -> (out, lse)``.
 
     The cotangent of lse is zero where lse is infinite: there is nothing to differentiate.
     """
 
-    @functools.partial(jax.jit, compiler_options=compiler_options)
+    @jax.jit
     def both(arrays, cotangents):
         (out, lse), pull = jax.vjp(lambda a: function(**a), arrays)
         dlse = jnp.where(jnp.isfinite(lse), cotangents[1], 0).astype(lse.dtype)
@@ -41,7 +35,7 @@ def oracle(arrays: dict[str, Any], options: dict[str, Any], cotangents: Any) -> 
     with jax.enable_x64(True):
         wide, (dout, dlse) = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (arrays, cotangents))
         call = lambda **a: flash_attention(**a, **options, implementation="reference", return_residual=True)
-        return jax.tree.map(np.asarray, run(call, wide, (dout, dlse), FAST_COMPILE))
+        return jax.tree.map(np.asarray, run(call, wide, (dout, dlse)))
 
 
 def plain(arrays: dict[str, Any], options: dict[str, Any], cotangents: Any) -> dict[str, jax.Array]:
@@ -53,7 +47,7 @@ def plain(arrays: dict[str, Any], options: dict[str, Any], cotangents: Any) -> d
     call = lambda **a: plain_attention(**a, **options)
     if arrays["query"].dtype == jnp.float32:
         call = lambda **a: flash_attention(**a, **options, implementation="reference", return_residual=True)
-    return run(call, arrays, cotangents, FAST_COMPILE)
+    return run(call, arrays, cotangents)
 
 
 def plain_attention(

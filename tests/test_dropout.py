@@ -30,13 +30,18 @@ def words_of(data):
     return first, second
 
 
-def bits_of(words, b, h, q, k):
+def row_words_of(words, b, h, q):
     first, second = words
     row_a = mix((q + mix((h + mix(b ^ first)) & MASK)) & MASK)
-    row_b = mix(q ^ mix(h ^ mix((b + second) & MASK)))
+    return row_a, mix(q ^ mix(h ^ mix((b + second) & MASK)))
+
+
+def bits_of(words, b, h, q, k):
+    first, second = words
+    row_a, row_b = row_words_of(words, b, h, q)
     column = mix((k + mix((first + second) & MASK)) & MASK)
     x = (column ^ row_a) * 0x7FEB352D & MASK
-    x = ((x ^ (x >> 15)) + row_b) & MASK
+    x = x ^ (x >> 15) ^ row_b
     x = x * 0x846CA68B & MASK
     return x ^ (x >> 16)
 
@@ -74,15 +79,15 @@ def check_uncorrelated(rows):
 
 # Key data, (batch, head, query, key), bits. A kernel on other hardware must give the same.
 GOLDEN = [
-    ((0, 0), (0, 0, 0, 0), 0x521B28A1),
-    ((0, 0), (0, 0, 0, 1), 0x56D00FCC),
-    ((0, 0), (0, 0, 1, 0), 0xE1A97C84),
-    ((0, 0), (0, 1, 0, 0), 0x8D30D3CC),
-    ((0, 0), (1, 0, 0, 0), 0x470BC819),
-    ((0, 42), (3, 7, 1000, 4095), 0x9CEECB3D),
-    ((0xDEADBEEF, 0x12345678), (255, 63, 1048575, 16777221), 0x5C7B0844),
-    ((0xFFFFFFFF, 0xFFFFFFFF), (2147483647, 2147483647, 2147483647, 2147483647), 0xA1C20B7C),
-    ((1, 2, 3, 4), (1, 2, 3, 4), 0x29F5B563),
+    ((0, 0), (0, 0, 0, 0), 0x789AE6C0),
+    ((0, 0), (0, 0, 0, 1), 0xAB8A7296),
+    ((0, 0), (0, 0, 1, 0), 0x9888E5F5),
+    ((0, 0), (0, 1, 0, 0), 0x9C8E82B8),
+    ((0, 0), (1, 0, 0, 0), 0xE72E5E02),
+    ((0, 42), (3, 7, 1000, 4095), 0xF7BC294B),
+    ((0xDEADBEEF, 0x12345678), (255, 63, 1048575, 16777221), 0xE78C1237),
+    ((0xFFFFFFFF, 0xFFFFFFFF), (2147483647, 2147483647, 2147483647, 2147483647), 0xC1F4E74A),
+    ((1, 2, 3, 4), (1, 2, 3, 4), 0x28F903AD),
 ]
 
 
@@ -239,6 +244,21 @@ def test_keep_rows_do_not_repeat_under_any_shift_of_the_keys():
     assert np.abs(correlation).max() < np.sqrt(2 * np.log(correlation.size)) + 2
 
 
+def test_keep_rows_that_share_one_of_their_words_are_uncorrelated():
+    words = dropout.key_words(jax.random.key(1))
+    rows = np.random.default_rng(0).integers(0, 2**31, (3, 2**18), np.uint64)
+    row_words = row_words_of([int(x) for x in words], *rows)
+    pairs = 0
+    for word in row_words:  # equal by chance in about 8 pairs each
+        order = np.argsort(word)
+        for i in np.flatnonzero(np.diff(word[order]) == 0):
+            starts = [(*rows[:, row].tolist(), 0) for row in order[i : i + 2]]
+            one, two = (np.asarray(keep_all(words, (1, 1, 1, 4096), 0.5, start)) for start in starts)
+            assert abs((one == two).mean() - 0.5) < 4 * 0.5 / np.sqrt(4096)
+            pairs += 1
+    assert pairs > 4
+
+
 # ---- global indices --------------------------------------------------------------------------------
 
 
@@ -319,4 +339,5 @@ def test_keep_does_two_multiplications_per_weight():
     sizes = (2, 3, 16, 8)
     dense = [x for x in trace_keep(sizes).eqns if x.outvars[0].aval.shape == sizes]
     names = [x.primitive.name for x in dense if x.primitive.name != "broadcast_in_dim"]
-    assert sorted(names) == ["add", "ge", "mul", "mul", *["shift_right_logical"] * 2, *["xor"] * 3]
+    assert names.count("mul") == 2
+    assert len(names) <= 9

@@ -71,7 +71,7 @@ def test_flash_attention_equals_jax_nn(name):
         return run(Q, KEY, V)
 
     for got, wanted in zip(
-        *(jax.tree.leaves(both(f)) for f in (flash_attention, jax.nn.dot_product_attention))
+        *(jax.tree.leaves(both(f)) for f in (flash_attention, jax.nn.dot_product_attention)), strict=True
     ):
         assert got.shape == wanted.shape
         assert got.dtype == wanted.dtype

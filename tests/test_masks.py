@@ -216,16 +216,18 @@ def test_segments_take_ids_of_keys_and_share_ids_between_rows():
     check_sees(Segments(jnp.array(queries), jnp.array([keys])), rule, 5, 11)
 
 
-@pytest.mark.parametrize(("left", "right"), [("uint8", "int32"), ("int32", "int8"), ("uint32", "int32")])
+@pytest.mark.parametrize(("left", "right"), [("uint8", "int32"), ("int32", "int8"), ("uint16", "int32")])
 def test_segments_take_ids_of_two_dtypes(left, right):
     queries, keys = [0, 3, 3, 7, 0], [3, 3, 0, 0, 7, 1, 1]
     mask = Segments(np.array(queries, left), np.array(keys, right))
     check_sees(mask, lambda b, h, q, k: queries[q] == keys[k], 5, 7)
 
 
-def test_segments_tell_the_largest_unsigned_id_from_minus_one():
-    mask = Segments(np.array([0, 2**32 - 1], np.uint32), np.array([0, -1], np.int32))
-    check_sees(mask, lambda b, h, q, k: (q, k) == (0, 0), 2, 2)
+def test_segments_refuse_ids_that_no_dtype_holds_both_of():
+    with pytest.raises(
+        TypeError, match=r"query_ids has dtype uint32 and key_ids has int32.*cast them to one"
+    ):
+        Segments(np.array([0, 2**32 - 1], np.uint32), np.array([0, -1], np.int32))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -509,6 +511,7 @@ def test_operators_take_an_array_on_either_side(convert, shape):
         (given | ~mask, ~a | b),
     ):
         np.testing.assert_array_equal(got.dense(5, 11, batch=2), wanted)
+    assert (mask & given).right == (given & mask).left == (given | mask).left == Dense(given)
 
 
 def test_operators_nest():

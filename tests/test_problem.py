@@ -167,7 +167,7 @@ CALLS = [
      ["dropout_rate is 0.1 but dropout_key is None", "dropout_key=jax.random.key(0)",
       "dropout_rate=0.0"]),
     ("dropout key int", {"dropout_rate": 0.1, "dropout_key": 0}, TypeError,
-     ["dropout_key is a int", "jax.random.key(0)"]),
+     ["dropout_key is an int", "jax.random.key(0)"]),
     ("dropout key list", {"dropout_rate": 0.1, "dropout_key": [0, 1]}, TypeError, ["dropout_key is a list"]),
     ("dropout key float", {"dropout_rate": 0.1, "dropout_key": np.zeros(2, np.float32)}, ValueError,
      ["dropout_key has shape (2,) and dtype float32", "must be one key"]),
@@ -289,7 +289,7 @@ MAKERS = [
     ("operand no array", lambda: CustomMask(parity, x=Operand("abc", "b")), TypeError,
      ["operand x is a str", "must be an array"]),
     ("operand bare number", lambda: CustomMask(parity, x=3), TypeError,
-     ["operand x is a int", "Operand"]),
+     ["operand x is an int", "Operand"]),
     ("operand bare array", lambda: CustomMask(parity, x=np.arange(3)), TypeError,
      ["operand x is a ndarray", "Operand"]),
     ("operand named as an index", lambda: CustomMask(parity, q=Operand(np.zeros(1), "b")), ValueError,
@@ -297,8 +297,8 @@ MAKERS = [
     ("function not callable", lambda: CustomMask("causal"), TypeError, ["function", "str"]),
     ("bounds not callable", lambda: CustomMask(parity, 3), TypeError, ["bounds", "int"]),
     ("mask & number", lambda: Causal() & 3, TypeError,
-     ["a mask cannot be combined with a int", "a Mask or a boolean array"]),
-    ("number | mask", lambda: 3 | Causal(), TypeError, ["a mask cannot be combined with a int"]),
+     ["a mask cannot be combined with an int", "a Mask or a boolean array"]),
+    ("number | mask", lambda: 3 | Causal(), TypeError, ["a mask cannot be combined with an int"]),
     ("mask & None", lambda: Causal() & None, TypeError, ["cannot be combined with a NoneType"]),
     ("mask & list", lambda: Causal() & [[True]], TypeError, ["cannot be combined with a list"]),
     ("mask & class", lambda: Causal() & SlidingWindow, TypeError, ["cannot be combined with a type"]),
@@ -308,7 +308,7 @@ MAKERS = [
     ("mask and mask", lambda: Causal() and SlidingWindow(1), TypeError,
      ["a Causal mask has no truth value", "&, | and ~"]),
     ("not mask", lambda: not SlidingWindow(1), TypeError, ["a SlidingWindow mask has no truth value"]),
-    ("if mask", lambda: 1 if Causal() & Causal() else 2, TypeError, ["a And mask has no truth value"]),
+    ("if mask", lambda: 1 if Causal() & Causal() else 2, TypeError, ["an And mask has no truth value"]),
 ]  # fmt: skip
 
 
@@ -335,20 +335,20 @@ def test_flash_attention_refuses_traced(name, value, part):
     )
 
 
+INTEGERS = {
+    "key_value_seq_lengths": lambda x: call(key_value_seq_lengths=x),
+    "query_seq_lengths": lambda x: call(query_seq_lengths=x),
+    "Causal.offset": Causal,
+    "window size on the left": SlidingWindow,
+    "PrefixLM.prefix_lengths": PrefixLM,
+    "Lengths.key_lengths": lambda x: Lengths(key_lengths=x),
+    "Segments.query_ids": Segments,
+}
+
+
 # Integers that int32 cannot hold must not wrap around: 2**32 would become 0.
 @pytest.mark.parametrize("given", [[2**32, 1], np.array([2**32, 1])], ids=["list", "numpy"])
-@pytest.mark.parametrize(
-    ("name", "use"),
-    [
-        ("key_value_seq_lengths", lambda x: call(key_value_seq_lengths=x)),
-        ("query_seq_lengths", lambda x: call(query_seq_lengths=x)),
-        ("Causal.offset", Causal),
-        ("window size on the left", SlidingWindow),
-        ("PrefixLM.prefix_lengths", PrefixLM),
-        ("Lengths.key_lengths", lambda x: Lengths(key_lengths=x)),
-        ("Segments.query_ids", Segments),
-    ],
-)
+@pytest.mark.parametrize(("name", "use"), INTEGERS.items(), ids=INTEGERS)
 def test_integers_that_do_not_fit_are_refused(name, use, given):
     check_message(ValueError, [name, "int32"], use, given)
 

@@ -16,6 +16,7 @@ from flashjax import (
     Lengths,
     Operand,
     PrefixLM,
+    Range,
     Segments,
     SlidingWindow,
     tiles,
@@ -230,6 +231,51 @@ def test_classify_takes_any_part_of_the_tiles():
         got = row(b, h, i)
         np.testing.assert_array_equal(got[0].reshape(-1), empty[b, h, i])
         np.testing.assert_array_equal(got[1].reshape(-1), full[b, h, i])
+
+
+# A mask of arrays, their names as operands, and the rule on numbers.
+RANGES = {
+    "causal": (Causal, ["offset"], lambda q, k, offset: k <= q + offset),
+    "window": (
+        lambda left, right, offset: SlidingWindow(left, right, offset=offset),
+        ["left", "right", "offset"],
+        lambda q, k, left, right, offset: (-left <= k - q - offset) & (k - q - offset <= right),
+    ),
+    "prefix": (PrefixLM, ["prefix_lengths"], lambda q, k, prefix: (k <= q) | (k < prefix)),
+    "lengths": (
+        Lengths,
+        ["query_lengths", "key_lengths"],
+        lambda q, k, queries, keys: (q < queries) & (k < keys),
+    ),
+    "not": (lambda x: ~Lengths(None, x), ["0.key_lengths"], lambda q, k, keys: k >= keys),
+}
+
+
+@pytest.mark.parametrize(("make", "names", "rule"), RANGES.values(), ids=RANGES)
+def test_tile_is_right_for_ranges_of_operands(make, names, rule):
+    """A rectangle over several batch rows meets a range of offsets, sizes or lengths."""
+    rng = np.random.default_rng(0)
+    draws = 300
+
+    def span(low, width):
+        first = rng.integers(low, 12, draws, np.int32)
+        return Range(first, first + rng.integers(0, width, draws, np.int32))
+
+    q, k = span(0, 5), span(0, 5)
+    operands = {name: span(0 if name in ("left", "right") else -6, 4) for name in names}
+    ranges = (q, k, *operands.values())
+    mask = make(*(np.zeros((), np.int32) for _ in names))
+    tile = jax.jit(lambda q, k, operands: mask.tile(0, 0, q, k, **operands))
+    empty, full = (np.asarray(x) for x in tile(q, k, operands))
+    # Every combination of values that the ranges allow, all draws at once.
+    for steps in np.ndindex(5, 5, *[4] * len(names)):
+        at = [r.lo + step for r, step in zip(ranges, steps, strict=True)]
+        inside = np.all([x <= r.hi for x, r in zip(at, ranges, strict=True)], axis=0)
+        seen = rule(*at)
+        assert not (empty & seen & inside).any()
+        assert not (full & ~seen & inside).any()
+    assert empty.sum() > 10
+    assert full.sum() > 10
 
 
 # ---- skipping --------------------------------------------------------------------------------------

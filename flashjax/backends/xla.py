@@ -273,7 +273,7 @@ def _each_chunk(plan: Plan, inputs: Inputs, body: Callable, carry: Any) -> Any:
 
 def _loop(count: int | jax.Array, step: Callable, carry: Any) -> Any:
     """Run ``step(n, carry)`` for n = 0..count-1, n in int32 also in 64-bit mode."""
-    return lax.fori_loop(np.int32(0), np.int32(count) if isinstance(count, int) else count, step, carry)
+    return lax.fori_loop(0, count, lambda n, carry: step(n.astype(jnp.int32), carry), carry)
 
 
 def _starts(starts: Any) -> list[Any]:
