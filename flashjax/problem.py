@@ -179,7 +179,7 @@ def check_softcap(value: Any) -> float | None:
     return value
 
 
-def check_dropout(rate: Any, key: Any, query: jax.Array) -> float:
+def check_dropout(rate: Any, key: Any) -> float:
     if not is_number(rate):
         raise TypeError(
             f"dropout_rate is {rate!r}; it must be a Python number, known when the call is traced"
@@ -556,7 +556,7 @@ def make(
         value.shape,
     )
     bias = check_bias(bias, (batch, heads, length, key_length))
-    rate = check_dropout(dropout_rate, dropout_key, query)
+    rate = check_dropout(dropout_rate, dropout_key)
     words = None
     if rate > 0:
         words = dropout.key_words(check_dropout_key(dropout_key))[None]
@@ -608,14 +608,14 @@ def check_layer_operand(name: str, shape: tuple[int, ...], full: tuple[int, ...]
         )
 
 
-def check_layer_dropout(rate: Any, deterministic: Any, broadcast: Any, query: jax.Array) -> float:
+def check_layer_dropout(rate: Any, deterministic: Any, broadcast: Any) -> float:
     """Return the dropout rate in force, 0 where ``deterministic``; check it also where it is not used.
 
     Flax takes a rate that is negative or NaN for "no dropout" and calls with ``deterministic=True``.
     """
     check_flag("broadcast_dropout", broadcast)
     no_dropout = check_flag("deterministic", deterministic)
-    rate = check_dropout(rate, "not needed to check the rate", query)
+    rate = check_dropout(rate, "not needed to check the rate")
     return 0.0 if no_dropout else rate
 
 

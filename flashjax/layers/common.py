@@ -61,7 +61,7 @@ def attention(
     batch = query.shape[:-3]
     query_length, heads, key_length = query.shape[-3], query.shape[-2], key.shape[-3]
     problems.check_layer_window(local_window_size, query_length, key_length)
-    rate = problems.check_layer_dropout(dropout_rate, deterministic, broadcast_dropout, query)
+    rate = problems.check_layer_dropout(dropout_rate, deterministic, broadcast_dropout)
     full = (*batch, heads, query_length, key_length)
     if mask is not None and not isinstance(mask, Mask):
         mask = flatten_operand("mask", problems.check_array("mask", mask).astype(bool), full)
