@@ -1,7 +1,11 @@
-r"""Train a small GPT on the source code of Python's standard library, byte by byte.
+"""Train a small GPT on the source code of Python's standard library, byte by byte.
 
-pip install "flashjax[examples]"
-python examples/train_gpt.py
+    pip install -e '.[examples]'
+    python examples/train_gpt.py
+
+About two minutes on two CPU cores: 200 steps of 4 x 512 bytes, the loss falls from 5.6 (the first step) to
+about 2 nats a byte, and the sample at the end has the look of Python. ``--attention standard`` runs the same
+batches from the same parameters through `jax.nn.dot_product_attention`: its losses lie on top of these.
 """
 
 import argparse
@@ -28,7 +32,7 @@ ATTENTION = {"flash": flash_attention, "standard": jax.nn.dot_product_attention}
 
 
 def load_text(most: int = 6_000_000) -> tuple[np.ndarray, np.ndarray]:
-    """Return training and validation bytes: the modules of the standard library in alphabetical order."""
+    """Return the bytes of the standard library's modules, in alphabetical order: 90 % to train on, the rest."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = np.frombuffer(b"\n".join(path.read_bytes() for path in files)[:most], np.uint8)
     split = len(text) * 9 // 10
@@ -136,16 +140,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--attention", choices=ATTENTION, default="flash", help="standard is jax.nn.dot_product_attention")
     add("--seq-len", type=int, default=512, help="bytes the model sees at once")
     add("--batch-size", type=int, default=4, help="sequences a step")
-    add("--steps", type=int, default=250, help="training steps")
+    add("--steps", type=int, default=200, help="training steps")
     add("--layers", type=int, default=4, help="transformer blocks")
     add("--dim", type=int, default=128, help="width of the model")
     add("--heads", type=int, default=2, help="attention heads")
-    add(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        default="float32",
-        help="of the activations",
-    )
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the activations")
     add("--learning-rate", type=float, default=4e-3, help="at its peak")
     add("--sample", type=int, default=300, help="bytes to write at the end")
     add("--seed", type=int, default=0, help="of parameters, batches and sample")
