@@ -4,9 +4,8 @@ import functools
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The tests compile much and run little. LLVM need not optimise what runs once on a few numbers, and XLA's older
-# emitters compile three times as fast where it still has them. XLA_FLAGS in the
-# environment wins.
+# The tests compile much and run little. LLVM need not optimise what runs once on a few numbers, and XLA's
+# older emitters compile three times as fast where it still has them. XLA_FLAGS in the environment wins.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
