@@ -3,9 +3,10 @@
     pip install -e '.[examples]'
     python examples/train_gpt.py
 
-About two minutes on two CPU cores: 200 steps of 4 x 512 bytes, the loss falls from 5.6 (the first step) to
-about 2 nats a byte, and the sample at the end has the look of Python. ``--attention standard`` runs the same
-batches from the same parameters through `jax.nn.dot_product_attention`: its losses lie on top of these.
+About two minutes on two CPU cores: 200 steps of 4 x 512 bytes, the loss falls from 5.3 (step 2) to 2.0 nats a
+byte (2.1 on the validation text), and the sample at the end has the look of Python.
+``--attention standard`` runs the same batches from the same parameters through
+`jax.nn.dot_product_attention`: its losses lie on top of these.
 """
 
 import argparse

@@ -20,16 +20,21 @@ from flashjax.backends import xla
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-
 SMALL = xla.Config(rows=32, keys=24, logits=2**11)
+SMALL_TILES = backends.Backend(
+    "small-tiles",
+    lambda problem: None,
+    functools.partial(xla.forward, config=SMALL),
+    functools.partial(xla.backward, config=SMALL),
+    automatic=False,
+)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def small_tiles():
     """Offer ``implementation="small-tiles"``: the portable backend, cut so small that short sequences have
     many tiles and chunks."""
-    forward, backward = (functools.partial(f, config=SMALL) for f in (xla.forward, xla.backward))
-    extra = backends.Backend("small-tiles", lambda problem: None, forward, backward, automatic=False)
-    backends.BACKENDS = (*backends.BACKENDS, extra)
+    shipped = backends.BACKENDS
+    backends.BACKENDS = (*shipped, SMALL_TILES)
     yield
-    backends.BACKENDS = backends.BACKENDS[:-1]
+    backends.BACKENDS = shipped
