@@ -223,10 +223,7 @@ class Mask:
         mask = self.resolve(
             Sizes(batch, heads, query_length, key_length, query_seq_lengths, key_value_seq_lengths)
         )
-        b, h, q, k = (
-            jnp.arange(n, dtype=jnp.int32).reshape([-1 if i == axis else 1 for i in range(4)])
-            for axis, n in enumerate((batch, heads, query_length, key_length))
-        )
+        b, h, q, k = indices(batch, heads, query_length, key_length)
         operands = {name: whole(operand, q, k) for name, operand in mask.operands().items()}
         visible = mask.element(b, h, q, k, **operands)
         return jnp.broadcast_to(visible, (batch, heads, query_length, key_length))
@@ -706,14 +703,18 @@ class _Composite(Mask):
         )
 
 
-class And(_Composite):
-    """See what both masks see: ``left & right``."""
+class _Pair(_Composite):
+    """What And and Or share: two masks."""
 
     left: Any
     right: Any
 
     def __post_init__(self) -> None:
         self._freeze(left=as_mask(self.left), right=as_mask(self.right))
+
+
+class And(_Pair):
+    """See what both masks see: ``left & right``."""
 
     def element(self, b, h, q, k, **operands):
         left, right = self._each("element", b, h, q, k, operands)
@@ -724,14 +725,8 @@ class And(_Composite):
         return left[0] | right[0], left[1] & right[1]
 
 
-class Or(_Composite):
+class Or(_Pair):
     """See what either mask sees: ``left | right``."""
-
-    left: Any
-    right: Any
-
-    def __post_init__(self) -> None:
-        self._freeze(left=as_mask(self.left), right=as_mask(self.right))
 
     def element(self, b, h, q, k, **operands):
         left, right = self._each("element", b, h, q, k, operands)
@@ -808,6 +803,15 @@ def from_arguments(
 
 
 # ---- arrays of masks -------------------------------------------------------------------------------
+
+
+def indices(*sizes: int) -> list[jax.Array]:
+    """Return one int32 index array per axis, each broadcastable to ``sizes``: as `numpy.ix_` would."""
+    count = len(sizes)
+    return [
+        jnp.arange(n, dtype=jnp.int32).reshape([-1 if i == axis else 1 for i in range(count)])
+        for axis, n in enumerate(sizes)
+    ]
 
 
 def whole(operand: Operand, q: jax.Array, k: jax.Array) -> jax.Array:

@@ -35,11 +35,7 @@ def _repeat(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax
 
 def _positions(problem: Problem) -> list[jax.Array]:
     """Return b, h, q, k as broadcastable int32 arrays."""
-    sizes = (problem.batch, problem.heads, problem.query_length, problem.key_length)
-    b, h, q, k = (
-        jnp.arange(n, dtype=jnp.int32).reshape([-1 if a == axis else 1 for a in range(4)])
-        for axis, n in enumerate(sizes)
-    )
+    b, h, q, k = masks.indices(problem.batch, problem.heads, problem.query_length, problem.key_length)
     return [b % problem.batch_period, h, q, k]
 
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax import masks
 from flashjax.masks import Mask, Range
 
 
@@ -127,11 +128,7 @@ def dense(mask: Mask, blocks: Blocks, batch: int, heads: int) -> tuple[jax.Array
     Returns:
       ``(empty, full)``, boolean ``[B, N, tiles of queries, tiles of keys]``.
     """
-    sizes = (batch, heads, blocks.count_q, blocks.count_k)
-    b, h, i, j = (
-        jnp.arange(n, dtype=jnp.int32).reshape([-1 if a == axis else 1 for a in range(4)])
-        for axis, n in enumerate(sizes)
-    )
+    b, h, i, j = masks.indices(batch, heads, blocks.count_q, blocks.count_k)
     return classify(mask, summarize(mask, blocks), blocks, b, h, i, j)
 
 
