@@ -33,7 +33,7 @@ ATTENTION = {"flash": flash_attention, "standard": jax.nn.dot_product_attention}
 
 
 def load_text(most: int = 6_000_000) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of the standard library's modules, in alphabetical order: 90 % to train, 10 % to test."""
+    """Return the bytes of the standard library's modules by name, 90 % to train and 10 % to test."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = np.frombuffer(b"\n".join(path.read_bytes() for path in files)[:most], np.uint8)
     split = len(text) * 9 // 10
