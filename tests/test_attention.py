@@ -1,6 +1,7 @@
 """Values: every case by the error budget, on every backend that is tested without a GPU."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from flashjax import flash_attention
@@ -16,12 +17,22 @@ def _dtypes(arrays):
     }
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_flash_attention_stays_within_error_budget(case):
-    arrays, options = case.arguments()
-    cotangents = case.cotangents()
+def _results(case, seed):
+    """Return what the backend, the plain maths and the oracle make of one draw of a case."""
+    arrays, options = case.arguments(seed)
+    cotangents = case.cotangents(seed + 1)
     call = lambda **a: flash_attention(**a, **options, implementation="small-tiles", return_residual=True)
     got = budget.run(call, arrays, cotangents)
-    plain = budget.plain(arrays, options, cotangents)
-    truth = budget.oracle(arrays, options, cotangents)
-    budget.check(got, plain, truth, _dtypes(arrays))
+    return got, budget.plain(arrays, options, cotangents), budget.oracle(arrays, options, cotangents)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_flash_attention_stays_within_error_budget(case):
+    arrays, _ = case.arguments()
+    results = _results(case, 0)
+    if "scale" in arrays:
+        # One number has one error, large or small by luck: the largest of several draws says more.
+        draws = [results, *(_results(case, seed) for seed in (1, 2))]
+        for i, result in enumerate(results):
+            result["dscale"] = np.stack([np.asarray(draw[i]["dscale"]) for draw in draws])
+    budget.check(*results, _dtypes(arrays))
