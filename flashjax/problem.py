@@ -179,7 +179,7 @@ def check_softcap(value: Any) -> float | None:
     return value
 
 
-def check_dropout(rate: Any, key: Any) -> float:
+def check_dropout_rate(rate: Any) -> float:
     if not is_number(rate):
         raise TypeError(
             f"dropout_rate is {rate!r}; it must be a Python number, known when the call is traced"
@@ -187,6 +187,11 @@ def check_dropout(rate: Any, key: Any) -> float:
     rate = float(rate)
     if not 0 <= rate < 1:
         raise ValueError(f"dropout_rate is {rate}; it must be at least 0 and less than 1")
+    return rate
+
+
+def check_dropout(rate: Any, key: Any) -> float:
+    rate = check_dropout_rate(rate)
     if rate > 0 and key is None:
         raise ValueError(
             f"dropout_rate is {rate} but dropout_key is None; pass a key, for instance "
@@ -615,7 +620,7 @@ def check_layer_dropout(rate: Any, deterministic: Any, broadcast: Any) -> float:
     """
     check_flag("broadcast_dropout", broadcast)
     no_dropout = check_flag("deterministic", deterministic)
-    rate = check_dropout(rate, "not needed to check the rate")
+    rate = check_dropout_rate(rate)
     return 0.0 if no_dropout else rate
 
 
