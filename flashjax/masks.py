@@ -39,6 +39,22 @@ class Range(NamedTuple):
     hi: Any
 
 
+class Span(NamedTuple):
+    """What is known in closed form of the keys that a run of queries sees.
+
+    Attributes:
+      seen: no key outside of this range is visible to any of the queries.
+      whole: every key inside of it is visible to each of them.
+    """
+
+    seen: Range
+    whole: Range
+
+
+_NO_LIMIT = 2**31 - 1
+_ALL_KEYS = Range(0, _NO_LIMIT)
+
+
 class Operand(NamedTuple):
     """An array that a mask reads, and the axes it is indexed by.
 
@@ -164,6 +180,13 @@ class Mask:
     def tile(self, b: Any, h: Any, q: Range, k: Range, **operands: Range) -> tuple[Any, Any]:
         """Say of a rectangle whether it is surely empty and whether it is surely full."""
         return False, False
+
+    def span(self, b: Any, h: Any, q: Range, **operands: Any) -> Span | None:
+        """Bound the keys that a run of queries sees; None where no closed form is known.
+
+        Only masks whose operands have neither queries nor keys among their axes have one.
+        """
+        return None
 
     def resolve(self, sizes: Sizes) -> Mask:
         """Fix the mask to the sizes of a call; check and reshape its arrays to four dimensions."""
@@ -351,6 +374,10 @@ class Causal(_Aligned):
         low, high = (self.offset, self.offset) if offset is None else offset
         return k.lo > q.hi + high, k.hi <= q.lo + low
 
+    def span(self, b, h, q, *, offset=None):
+        offset = self.offset if offset is None else offset
+        return Span(Range(0, q.hi + offset), Range(0, q.lo + offset))
+
 
 class SlidingWindow(_Aligned):
     """Let query i see keys from ``i + offset - left`` to ``i + offset + right``, both included.
@@ -415,6 +442,16 @@ class SlidingWindow(_Aligned):
             right = _as_range(right)
             empty, full = empty | (nearest > right.hi), full & (farthest <= right.lo)
         return empty, full
+
+    def span(self, b, h, q, **operands):
+        left, right, offset = self._bounds(operands)
+        seen, whole = _ALL_KEYS, _ALL_KEYS
+        if left is not None:
+            seen = seen._replace(lo=q.lo + (offset - left))
+            whole = whole._replace(lo=q.hi + (offset - left))
+        if right is not None:
+            seen, whole = (x._replace(hi=edge + offset + right) for x, edge in ((seen, q.hi), (whole, q.lo)))
+        return Span(seen, whole)
 
 
 class Segments(Mask):
@@ -492,6 +529,10 @@ class PrefixLM(Mask):
         prefix = _as_range(self.prefix_lengths if prefix_lengths is None else prefix_lengths)
         return (k.lo > q.hi) & (k.lo >= prefix.hi), (k.hi <= q.lo) | (k.hi < prefix.lo)
 
+    def span(self, b, h, q, *, prefix_lengths=None):
+        last = (self.prefix_lengths if prefix_lengths is None else prefix_lengths) - 1
+        return Span(Range(0, jnp.maximum(q.hi, last)), Range(0, jnp.maximum(q.lo, last)))
+
 
 class Lengths(Mask):
     """Hide what lies beyond the length of a row: queries from ``query_lengths`` on see nothing, keys from
@@ -538,6 +579,14 @@ class Lengths(Mask):
                 empty = empty | (position.lo >= length.hi)
                 full = full & (position.hi < length.lo)
         return empty, full
+
+    def span(self, b, h, q, **operands):
+        queries, keys = (operands.get(name, getattr(self, name)) for name in ("query_lengths", "key_lengths"))
+        seen = whole = _NO_LIMIT if keys is None else keys - 1
+        if queries is not None:
+            seen = jnp.where(q.lo < queries, seen, -1)
+            whole = jnp.where(q.hi < queries, whole, -1)
+        return Span(Range(0, seen), Range(0, whole))
 
 
 class Dense(Mask):
@@ -690,11 +739,11 @@ class _Composite(Mask):
             for name, operand in part.operands().items()
         }
 
-    def _each(self, method: str, b, h, q, k, operands: dict[str, Any]) -> list[Any]:
+    def _each(self, method: str, operands: dict[str, Any], *position: Any) -> list[Any]:
         results = []
         for i, part in enumerate(self._parts()):
             own = {n.split(".", 1)[1]: x for n, x in operands.items() if n.startswith(f"{i}.")}
-            results.append(getattr(part, method)(b, h, q, k, **own))
+            results.append(getattr(part, method)(*position, **own))
         return results
 
     def resolve(self, sizes):
@@ -717,24 +766,40 @@ class And(_Pair):
     """See what both masks see: ``left & right``."""
 
     def element(self, b, h, q, k, **operands):
-        left, right = self._each("element", b, h, q, k, operands)
+        left, right = self._each("element", operands, b, h, q, k)
         return left & right
 
     def tile(self, b, h, q, k, **operands):
-        left, right = self._each("tile", b, h, q, k, operands)
+        left, right = self._each("tile", operands, b, h, q, k)
         return left[0] | right[0], left[1] & right[1]
+
+    def span(self, b, h, q, **operands):
+        left, right = self._each("span", operands, b, h, q)
+        if left is None or right is None:
+            return None
+        return Span(*(_overlap(x, y) for x, y in zip(left, right, strict=True)))
 
 
 class Or(_Pair):
     """See what either mask sees: ``left | right``."""
 
     def element(self, b, h, q, k, **operands):
-        left, right = self._each("element", b, h, q, k, operands)
+        left, right = self._each("element", operands, b, h, q, k)
         return left | right
 
     def tile(self, b, h, q, k, **operands):
-        left, right = self._each("tile", b, h, q, k, operands)
+        left, right = self._each("tile", operands, b, h, q, k)
         return left[0] & right[0], left[1] | right[1]
+
+    def span(self, b, h, q, **operands):
+        left, right = self._each("span", operands, b, h, q)
+        if left is None or right is None:
+            return None
+        seen = Range(jnp.minimum(left.seen.lo, right.seen.lo), jnp.maximum(left.seen.hi, right.seen.hi))
+        # Of two runs that are wholly visible, the one that reaches further: both are right answers.
+        longer = _length(left.whole) >= _length(right.whole)
+        whole = Range(*(jnp.where(longer, x, y) for x, y in zip(left.whole, right.whole, strict=True)))
+        return Span(seen, whole)
 
 
 class Not(_Composite):
@@ -746,11 +811,11 @@ class Not(_Composite):
         self._freeze(mask=as_mask(self.mask))
 
     def element(self, b, h, q, k, **operands):
-        (seen,) = self._each("element", b, h, q, k, operands)
+        (seen,) = self._each("element", operands, b, h, q, k)
         return ~seen
 
     def tile(self, b, h, q, k, **operands):
-        ((empty, full),) = self._each("tile", b, h, q, k, operands)
+        ((empty, full),) = self._each("tile", operands, b, h, q, k)
         return full, empty
 
 
@@ -841,6 +906,14 @@ def _as_position(x: jax.Array) -> jax.Array:
 
 def _as_range(value: Any) -> Range:
     return value if isinstance(value, Range) else Range(value, value)
+
+
+def _overlap(a: Range, b: Range) -> Range:
+    return Range(jnp.maximum(a.lo, b.lo), jnp.minimum(a.hi, b.hi))
+
+
+def _length(a: Range) -> Any:
+    return jnp.maximum(a.hi, -1) - jnp.maximum(a.lo, 0)
 
 
 def _own_size(mask: Mask, axis: str, *lengths: Any) -> int:

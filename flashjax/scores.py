@@ -4,12 +4,19 @@ Forward, in this order: ``s = scale * qk``, ``s = softcap * tanh(s / softcap)``,
 The bias is last, so its gradient is the gradient of the logit itself.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 
 def logits(
-    qk: jax.Array, scale: jax.Array | float, softcap: float | None, bias: jax.Array | None
+    qk: jax.Array,
+    scale: jax.Array | float,
+    softcap: float | None,
+    bias: jax.Array | None,
+    *,
+    tanh: Callable = jnp.tanh,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Turn raw products into logits.
 
@@ -18,6 +25,7 @@ def logits(
       scale: multiplies the products; a number or an array that broadcasts to ``qk``.
       softcap: bounds the scaled products to ``(-softcap, softcap)``; None leaves them alone.
       bias: added last, broadcasts to ``qk``; None adds nothing.
+      tanh: the hyperbolic tangent; a kernel brings one that its hardware does well.
 
     Returns:
       ``(s, slope)``: the logits, and d(capped)/d(scaled) in the same shape, None without a softcap.
@@ -25,7 +33,7 @@ def logits(
     s = qk * scale
     slope = None
     if softcap is not None:
-        t = jnp.tanh(s / softcap)
+        t = tanh(s / softcap)
         s = softcap * t
         slope = 1 - t * t
     if bias is not None:

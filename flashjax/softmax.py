@@ -25,9 +25,16 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (201
 al., "FlashAttention" (2022), section 3.1; Dao, "FlashAttention-2" (2023), section 3.1.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+
+def spread(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Repeat a value per row along what ``like`` has in further axes."""
+    return lax.broadcast_in_dim(x, like.shape, tuple(range(x.ndim)))
 
 
 def pivot_of(m: jax.Array) -> jax.Array:
@@ -35,13 +42,25 @@ def pivot_of(m: jax.Array) -> jax.Array:
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
-def step(m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def step(
+    m: jax.Array,
+    l: jax.Array,
+    s: jax.Array,
+    *,
+    unit: float = 1.0,
+    exp: Callable = jnp.exp,
+    total: Callable = lambda p: jnp.sum(p, axis=-1),
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Take one block of logits into the running maximum and sum.
 
     Args:
       m: running maximum ``[..., rows]``, ``-inf`` before the first block.
       l: running sum of exponentials relative to ``m``, ``[..., rows]``, 0 before the first block.
       s: logits of the block ``[..., rows, keys]``; masked ones are ``-inf``.
+      unit: what ``s`` is multiplied by, positive; ``m`` counts in the product. A kernel has ``s`` unscaled
+        and folds the scale and ``log2(e)`` in here.
+      exp: the exponential: ``jnp.exp2`` where ``unit`` holds ``log2(e)``.
+      total: sums ``p`` over its keys. Where it leaves several partial sums, ``l`` has as many in a last axis.
 
     Returns:
       ``(p, alpha, m_new, l_new)``: the block's weights relative to ``m_new`` in the shape of ``s``, the
@@ -54,18 +73,18 @@ def step(m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array
       >>> print(f"{float(m[0]):.0f} {float(l[0]):.3f}")
       2 1.368
     """
-    m_new = jnp.maximum(m, jnp.max(s, axis=-1))
+    m_new = jnp.maximum(m, jnp.max(s, axis=-1) * unit)
     pivot = pivot_of(m_new)
-    alpha = jnp.exp(m - pivot)
-    p = jnp.exp(s - pivot[..., None])
-    return p, alpha, m_new, alpha * l + jnp.sum(p, axis=-1)
+    alpha = exp(m - pivot)
+    p = exp(s * unit - spread(pivot, s))
+    return p, alpha, m_new, spread(alpha, l) * l + total(p)
 
 
-def finish(m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
+def finish(m: jax.Array, l: jax.Array, *, log: Callable = jnp.log) -> tuple[jax.Array, jax.Array]:
     """Turn the running state into ``(1 / l, m + log(l))``; an empty row gives ``(0, -inf)``."""
     seen = l > 0
     l = jnp.where(seen, l, jnp.ones_like(l))
-    return jnp.where(seen, 1 / l, 0), jnp.where(seen, m + jnp.log(l), -jnp.inf)
+    return jnp.where(seen, 1 / l, jnp.zeros_like(l)), jnp.where(seen, m + log(l), jnp.full_like(m, -jnp.inf))
 
 
 def weights(s: jax.Array, lse: jax.Array) -> jax.Array:

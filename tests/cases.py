@@ -192,3 +192,83 @@ CASES = [
     ),
     case("dropout-bfloat16", 70, dtype="bfloat16", mask=_segments, options={"dropout_rate": 0.1, **_KEY}),
 ]
+
+
+def _multiple_of_8(dim: int) -> int:
+    return -(-dim // 8) * 8
+
+
+def in_half(case: Case, dtype: str) -> Case:
+    """Return a case in half precision, with head dims that 16 bytes divide."""
+    return dataclasses.replace(
+        case,
+        name=f"{case.name}-{dtype}",
+        dtype=dtype if case.dtype == "float32" else case.dtype,
+        head_dim=_multiple_of_8(case.head_dim),
+        value_dim=_multiple_of_8(case.value_dim),
+    )
+
+
+def wide(name: str, lengths: int | tuple[int, int], dim: int | tuple[int, int], **fields) -> Case:
+    """Make a case in bfloat16 from lengths and head dims."""
+    d, dv = dim if isinstance(dim, tuple) else (dim, dim)
+    fields = {"dtype": "bfloat16", "heads": (4, 2)} | fields
+    return case(name, lengths, head_dim=d, value_dim=dv, **fields)
+
+
+def _packed(c: Case, rng: np.random.Generator) -> Segments:
+    ids = jnp.stack([documents(c.query_length, rng, mean=150) for _ in range(c.batch)])
+    return Segments(ids)
+
+
+def _scattered(c: Case, rng: np.random.Generator) -> BlockSparse:
+    count = -(-c.query_length // 64), -(-c.key_length // 128)
+    return BlockSparse(jnp.asarray(rng.random((c.batch, 1, *count)) < 0.3), (64, 128))
+
+
+def _padded_keys(c: Case, rng: np.random.Generator) -> jax.Array:
+    return jnp.arange(c.key_length) < jnp.asarray(rng.integers(1, c.key_length, (c.batch, 1, 1, 1)))
+
+
+# Shapes of a tensor-core kernel: several tiles of 64 to 192 queries by 64 to 128 keys, every head dim.
+WIDE_CASES = [
+    *(wide(f"d{d}-causal", 320, d, options={"is_causal": True}) for d in (8, 24, 32, 40, 64, 128, 256)),
+    *(wide(f"d{d}-full", (256, 384), d) for d in (64, 72, 80, 96, 128, 160, 192, 248, 256)),
+    *(
+        wide(f"d{d}-{dv}", 200, (d, dv), options={"is_causal": True})
+        for d, dv in ((192, 128), (64, 256), (128, 72))
+    ),
+    *(wide(f"t{t}", t, 64, options={"is_causal": True}) for t in (1, 7, 63, 64, 65, 127, 129, 191, 193, 257)),
+    *(wide(f"s{s}", (130, s), 128) for s in (1, 5, 120, 127, 128, 129, 255, 264)),
+    wide("d256-odd", (131, 197), 256, mask=lambda c, rng: Causal(align="end")),
+    wide("d64-odd", (193, 515), 64, mask=lambda c, rng: Causal(align="end")),
+    wide("float16-d128", 300, 128, dtype="float16", options={"is_causal": True}),
+    wide("gqa-8", (264, 256), 128, heads=(16, 2), options={"is_causal": True}),
+    wide("mqa", 264, 64, heads=(5, 1), options={"is_causal": True}),
+    wide("window-d128", 1000, 128, batch=1, options={"local_window_size": (200, 0)}),
+    wide("window-d64", 1000, 64, batch=1, options={"local_window_size": (130, 50)}),
+    wide("window-d256", 600, 256, batch=1, options={"local_window_size": (100, 0)}),
+    wide("sees-little", (512, 300), 128, mask=lambda c, rng: Causal(offset=-290)),
+    wide("packed-d128", 1024, 128, mask=lambda c, rng: _packed(c, rng) & Causal()),
+    wide("packed-d64", 1000, 64, mask=lambda c, rng: _packed(c, rng) & Causal()),
+    wide("packed-d256", 520, 256, mask=_packed),
+    wide("lengths-d128", (256, 520), 128, batch=4, options={"key_value_seq_lengths": _lengths("key_length")}),
+    wide("prefix-d128", 520, 128, mask=lambda c, rng: PrefixLM(jnp.array([0, 300]))),
+    wide("scattered-d128", (640, 1024), 128, mask=_scattered),
+    wide("scattered-d256", (640, 1024), 256, mask=_scattered),
+    wide("dense-d128", (300, 520), 128, mask=_random_mask(2, 4, 300, 520)),
+    wide("dense-d256", (130, 200), 256, mask=_random_mask(2, 4, 130, 200)),
+    wide("padding-d64", (300, 520), 64, batch=3, mask=_padded_keys),
+    wide("composed-d128", 700, 128, mask=lambda c, rng: ~(_packed(c, rng) & SlidingWindow(70)) & Causal()),
+    wide("softcap-d128", 300, 128, options={"softcap": 20.0, "is_causal": True}),
+    wide("scale-negative-d64", 300, 64, options={"scale": -0.1, "is_causal": True}),
+    wide("many-tiles", (64, 20000), 64, batch=1, heads=1, mask=lambda c, rng: Causal(align="end")),
+    wide(
+        "many-scanned-tiles",
+        (64, 140000),
+        64,
+        batch=1,
+        heads=1,
+        mask=lambda c, rng: Segments(jnp.ones(64, int), jnp.asarray(rng.random(140000) < 0.001, int)),
+    ),
+]

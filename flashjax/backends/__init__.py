@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from flashjax import reference
-from flashjax.backends import xla
+from flashjax.backends import hopper, xla
 from flashjax.problem import Gradients, Inputs, Problem, UnsupportedError, Wanted, abstract
 
 
@@ -42,6 +42,7 @@ class Backend(NamedTuple):
 
 # In the order in which a call that names no implementation tries them.
 BACKENDS = (
+    Backend("hopper", hopper.unsupported, hopper.run_forward, xla.backward),
     Backend("xla", lambda problem: None, xla.forward, xla.backward),
     Backend("reference", lambda problem: None, reference.forward, reference.backward, False),
 )

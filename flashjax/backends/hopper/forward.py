@@ -1,0 +1,484 @@
+"""The forward kernel: FlashAttention on Hopper's tensor cores, in Pallas Mosaic GPU.
+
+Work partition. A block computes ``64 * warpgroups`` queries of one head: each compute warpgroup owns 64 of
+them, and one more warpgroup loads. Blocks count heads fastest, so that neighbours read the same K and V
+from L2, and query tiles from the last to the first, so that causal work goes from heavy to light.
+
+Within a compute warpgroup, tile n:
+
+    issue S = Q Kᵀ of tile n          tensor cores, asynchronous
+    issue O += P V of tile n - 1      likewise
+    wait for S; mask; softmax         runs under P V
+    wait for P V; rescale O
+
+Barriers, each an array over stages or warpgroups (full: loader to compute, empty: compute to loader):
+
+    q_full, q_empty    a warpgroup's 64 rows of Q
+    k_full, k_empty    a stage of K, with the mask's vectors over keys and the tile's number
+    v_full, v_empty    a stage of V
+    count_full         the number of tiles to visit, where the loader finds them (see `walk`)
+
+Shared memory: see `config.shared_memory`; beside that lse (256 bytes a warpgroup), the mask's vectors
+(4 bytes a key and stage) and barriers. Q's buffer takes O at the end unless O has its own.
+
+Rows beyond T and keys beyond S are zeros that the TMA fills in, and are clipped when stored; keys beyond
+S are masked. Head dims are padded in shared memory only, by the same zero fill.
+
+Source: Shah et al., "FlashAttention-3" (2024), algorithm 2; Dao, "FlashAttention-2" (2023).
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from flashjax import scores, softmax
+from flashjax.backends.hopper import config as configs
+from flashjax.backends.hopper import packing, reading, transfers, walk
+from flashjax.backends.hopper.config import ROWS, Config
+from flashjax.problem import Inputs, Problem
+
+WGMMA = plgpu.Layout.WGMMA
+LOG2E = math.log2(math.e)
+PARTS = 8  # row sums are kept as this many columns until the end: adding them up needs other threads
+
+
+class Plan(NamedTuple):
+    """What the kernel knows when it is traced."""
+
+    problem: Problem
+    config: Config
+    kinds: dict[str, packing.Kind]
+
+    @property
+    def count_q(self) -> int:
+        return -(-self.problem.query_length // self.config.block_q)
+
+    @property
+    def count_k(self) -> int:
+        return -(-self.problem.key_length // self.config.block_k)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last key tile reaches beyond S."""
+        return self.problem.key_length % self.config.block_k != 0
+
+    @property
+    def masked(self) -> bool:
+        return self.problem.mask is not None or self.ragged
+
+    @property
+    def value_columns(self) -> int:
+        """Columns of O in registers."""
+        return configs.padded(self.problem.value_dim)
+
+    @property
+    def shapes(self) -> dict[str, transfers.Shape]:
+        """The tiles of q, k, v and out."""
+        problem, config = self.problem, self.config
+        queries = config.warpgroups, ROWS, problem.query_length
+        keys = config.stages, config.block_k, problem.key_length
+        return {
+            "q": transfers.shape(*queries, problem.head_dim),
+            "k": transfers.shape(*keys, problem.head_dim),
+            "v": transfers.shape(*keys, problem.value_dim),
+            "o": transfers.shape(*queries, problem.value_dim),
+        }
+
+
+class Global(NamedTuple):
+    """Arrays in global memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    scale: Any
+    operands: dict[str, Any]
+    bounds: dict[str, Any]
+
+
+class Shared(NamedTuple):
+    """Buffers in shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    o: Any
+    lse: Any
+    cols: dict[str, Any]
+    tile: Any
+    count: Any
+
+
+class Barriers(NamedTuple):
+    """See the module's docstring."""
+
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    count_full: Any
+
+
+class Item(NamedTuple):
+    """One query tile of one head: what a block works on at a time."""
+
+    b: Any
+    h: Any
+    i: Any
+
+
+class Rows(NamedTuple):
+    """The 64 queries of one warpgroup: where they are, and what the mask reads of them."""
+
+    item: Item
+    q0: Any
+    reader: reading.Reader
+    values: dict[str, Any]
+
+
+def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[jax.Array, jax.Array]:
+    """Compute ``(out [B, T, N, Dv], lse [B, N, T])``; see the module's docstring."""
+    plan = Plan(problem, config or configs.choose(problem), packing.kinds(problem.mask))
+    rows = plan.count_q * plan.config.block_q
+    keys = plan.count_k * plan.config.block_k
+    operands, bounds = {}, {}
+    if problem.mask is not None:
+        operands = {
+            name: packing.pack(x, rows, keys, problem.query_length, problem.key_length)
+            for name, x in inputs.mask.operands().items()
+        }
+        bounds = walk.bounds(inputs.mask, problem, plan.config)
+    scale = inputs.scale.reshape(-1) if problem.scaled else None
+    out, lse = _kernel(plan, rows)(Global(inputs.query, inputs.key, inputs.value, scale, operands, bounds))
+    return out, lse[:, :, : problem.query_length]
+
+
+def _kernel(plan: Plan, rows: int) -> Any:
+    problem, config = plan.problem, plan.config
+    items = problem.batch * problem.heads * plan.count_q
+    blocks = min(items, 132) if config.persistent else items
+    stages, warpgroups = config.stages, config.warpgroups
+    shapes = plan.shapes
+    buffer = lambda name: transfers.buffer(shapes[name], problem.dtype)
+    cols = {
+        n: plgpu.SMEM((stages, config.block_k), jnp.int32) for n, k in plan.kinds.items() if k.form == "cols"
+    }
+    full = lambda name, more=0: plgpu.Barrier(
+        num_arrivals=shapes[name].copies + more, num_barriers=shapes[name].count
+    )
+    empty = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
+    shared = Shared(
+        q=buffer("q"),
+        k=buffer("k"),
+        v=buffer("v"),
+        o=buffer("o") if configs.own_output(problem, config) else None,
+        lse=plgpu.SMEM((warpgroups, ROWS), jnp.float32),
+        cols=cols,
+        tile=plgpu.SMEM((stages,), jnp.int32) if walk.scans(problem) else None,
+        count=plgpu.SMEM((1,), jnp.int32) if walk.scans(problem) else None,
+    )
+    barriers = Barriers(
+        q_full=full("q"),
+        q_empty=plgpu.Barrier(num_barriers=warpgroups),
+        k_full=full("k", len(cols)),
+        k_empty=empty,
+        v_full=full("v"),
+        v_empty=empty,
+        count_full=plgpu.Barrier() if walk.scans(problem) else None,
+    )
+
+    def body(inputs, out, lse, shared, barriers):
+        buffers = {
+            name: transfers.Buffer.of(ref, shapes[name].split)
+            for name in shapes
+            if (ref := getattr(shared, name)) is not None
+        }
+        shared = shared._replace(**{"o": buffers["q"]} | buffers)
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == warpgroups)
+        def _load():
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+            _each_item(plan, items, blocks, functools.partial(load, plan, inputs, shared, barriers))
+
+        @pl.when(warpgroup < warpgroups)
+        def _compute():
+            plgpu.set_max_registers(config.registers[0], action="increase")
+            for barrier in (barriers.k_empty, barriers.v_empty):
+                for slot in range(stages):
+                    plgpu.barrier_arrive(barrier.at[slot])
+            plgpu.barrier_arrive(barriers.q_empty.at[warpgroup])
+            work = functools.partial(compute, plan, inputs, (out, lse), shared, barriers, warpgroup)
+            _each_item(plan, items, blocks, work)
+            plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct(
+                (problem.batch, problem.query_length, problem.heads, problem.value_dim), problem.dtype
+            ),
+            jax.ShapeDtypeStruct((problem.batch, problem.heads, rows), jnp.float32),
+        ],
+        scratch_types=[shared, barriers],
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=not config.auto_barriers
+        ),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="flash_attention_forward",
+    )
+
+
+def _each_item(plan: Plan, items: int, blocks: int, work: Any) -> None:
+    """Run ``work(item, base) -> base`` on the items of this block; ``base`` counts tiles of K."""
+    heads, count_q = plan.problem.heads, plan.count_q
+
+    def item_of(n):
+        tile, h = lax.div(n, jnp.int32(heads)), lax.rem(n, jnp.int32(heads))
+        b, i = lax.div(tile, jnp.int32(count_q)), lax.rem(tile, jnp.int32(count_q))
+        return Item(b, h, count_q - 1 - i)
+
+    block = lax.axis_index("block")
+    if blocks == items:
+        work(item_of(block), jnp.int32(0))
+    else:
+        count = lax.div(items - 1 - block, jnp.int32(blocks)) + 1
+        lax.fori_loop(0, count, lambda n, base: work(item_of(block + n * blocks), base), jnp.int32(0))
+
+
+# ---- the loader --------------------------------------------------------------------------------
+
+
+def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, item: Item, base: Any) -> Any:
+    """Load Q, then K and V of every tile that the query tile may see."""
+    config = plan.config
+    kv_head = lax.div(item.h, jnp.int32(plan.problem.group))
+
+    for w in range(config.warpgroups):
+        plgpu.barrier_wait(barriers.q_empty.at[w])
+        q0 = item.i * config.block_q + w * ROWS
+        transfers.fetch(inputs.q, item.b, q0, item.h, shared.q, w, barriers.q_full.at[w])
+
+    reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, None)
+
+    def tile(n, j, key):
+        slot = lax.rem(base + n, jnp.int32(config.stages))
+        k0 = j * config.block_k
+        plgpu.barrier_wait(barriers.k_empty.at[slot])
+        if shared.tile is not None:
+            shared.tile[slot] = key
+        transfers.fetch(inputs.k, item.b, k0, kv_head, shared.k, slot, barriers.k_full.at[slot])
+        for name, ref in shared.cols.items():
+            keys = reader.at(name).at[pl.ds(k0, config.block_k)]
+            plgpu.copy_gmem_to_smem(keys, ref.at[slot], barriers.k_full.at[slot])
+        plgpu.barrier_wait(barriers.v_empty.at[slot])
+        transfers.fetch(inputs.v, item.b, k0, kv_head, shared.v, slot, barriers.v_full.at[slot])
+
+    def publish(count):
+        shared.count[0] = count
+        plgpu.barrier_arrive(barriers.count_full)
+
+    return base + walk.drive(plan, inputs, item, tile, publish)
+
+
+# ---- compute -----------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """What one tile hands to the next: O, the row maximum and sums, and P of the tile before."""
+
+    o: jax.Array
+    m: jax.Array
+    l: jax.Array
+    p: jax.Array
+
+
+def compute(
+    plan: Plan,
+    inputs: Global,
+    results: tuple[Any, Any],
+    shared: Shared,
+    barriers: Barriers,
+    warpgroup: Any,
+    item: Item,
+    base: Any,
+) -> Any:
+    """Compute 64 rows of one query tile."""
+    config, problem = plan.config, plan.problem
+    q0 = item.i * config.block_q + warpgroup * ROWS
+    q_smem = shared.q.whole.at[warpgroup]
+    slot_of = lambda n: lax.rem(base + n, jnp.int32(config.stages))
+    reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, q0)
+    rows = Rows(item, q0, reader, reader.rows())
+    tile_scores = functools.partial(_scores, plan, inputs.scale, shared, rows)
+
+    plgpu.barrier_wait(barriers.q_full.at[warpgroup])
+    if barriers.count_full is not None:
+        plgpu.barrier_wait(barriers.count_full)
+    visit = walk.follow(plan, inputs, item, q0, None if shared.count is None else shared.count[0])
+
+    # Tiles of the block that this warpgroup's rows do not see.
+    def skip(n, _):
+        slot = slot_of(n)
+        for full, empty in ((barriers.k_full, barriers.k_empty), (barriers.v_full, barriers.v_empty)):
+            plgpu.barrier_wait(full.at[slot])
+            plgpu.barrier_arrive(empty.at[slot])
+
+    if visit.uneven:
+        lax.fori_loop(0, visit.first, skip, None)
+
+    # The first tile, on its own: nothing to overlap with yet.
+    slot = slot_of(visit.first)
+    plgpu.barrier_wait(barriers.k_full.at[slot])
+
+    def first_product(s_acc):
+        plgpu.wgmma(s_acc, q_smem, shared.k.whole.at[slot].T)
+        return s_acc[...]
+
+    s = pl.run_scoped(first_product, plgpu.ACC((ROWS, config.block_k), jnp.float32))
+    s = tile_scores(visit, visit.first, slot, s)
+    plgpu.barrier_arrive(barriers.k_empty.at[slot])
+    m = _full((ROWS,), -jnp.inf, WGMMA.reduce(1))
+    l = _full((ROWS, PARTS), 0.0, WGMMA)
+    p, _, m, l = _softmax(plan, m, l, s)
+    state = State(_full((ROWS, plan.value_columns), 0.0, WGMMA), m, l, p.astype(problem.dtype))
+
+    def wait_for_keys(n):
+        plgpu.barrier_wait(barriers.k_full.at[slot_of(n)])
+
+    if config.wait_early:
+        pl.when(visit.first + 1 < visit.end)(lambda: wait_for_keys(visit.first + 1))
+
+    def step(n, state):
+        slot, before = slot_of(n), slot_of(n - 1)
+        if not config.wait_early:
+            wait_for_keys(n)
+
+        def products(s_acc, o_acc):
+            o_acc[...] = state.o
+            plgpu.wgmma(s_acc, q_smem, shared.k.whole.at[slot].T)
+            plgpu.barrier_wait(barriers.v_full.at[before])
+            plgpu.wgmma(o_acc, state.p, shared.v.whole.at[before])
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            s = tile_scores(visit, n, slot, s)
+            plgpu.barrier_arrive(barriers.k_empty.at[slot])
+            p, alpha, m, l = _softmax(plan, state.m, state.l, s)
+            if config.wait_early:
+                pl.when(n + 1 < visit.end)(lambda: wait_for_keys(n + 1))
+            o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+            plgpu.barrier_arrive(barriers.v_empty.at[before])
+            return State(o * softmax.spread(alpha, o), m, l, p.astype(problem.dtype))
+
+        return pl.run_scoped(
+            products,
+            plgpu.ACC((ROWS, config.block_k), jnp.float32),
+            plgpu.ACC((ROWS, plan.value_columns), jnp.float32),
+        )
+
+    state = State(*lax.fori_loop(visit.first + 1, visit.end, step, state))
+
+    # The last P V, the end of the softmax, the store.
+    plgpu.barrier_arrive(barriers.q_empty.at[warpgroup])
+    last = slot_of(visit.end - 1)
+    plgpu.barrier_wait(barriers.v_full.at[last])
+
+    def last_product(o_acc):
+        plgpu.wgmma(o_acc, state.p, shared.v.whole.at[last])
+
+    o = pl.run_state(last_product)(plgpu.ACC.init(state.o))
+    plgpu.barrier_arrive(barriers.v_empty.at[last])
+    if visit.uneven:
+        lax.fori_loop(visit.end, visit.count, skip, None)
+    _store(plan, results, shared, warpgroup, item, (o, state.m, state.l))
+    return base + visit.count
+
+
+def _full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _scores(
+    plan: Plan, scales: Any, shared: Shared, rows: Rows, visit: walk.Visit, n: Any, slot: Any, s: jax.Array
+) -> jax.Array:
+    """Turn the products [64, block_k] of the n-th tile into logits, and hide what the mask hides."""
+    problem = plan.problem
+    if problem.scaled or problem.softcap is not None:
+        scale = problem.default_scale
+        if problem.scaled:
+            scale = scales[lax.rem(rows.item.b, jnp.int32(scales.shape[0]))]
+        s, _ = scores.logits(s, scale, problem.softcap, None, tanh=_tanh)
+    if not plan.masked:
+        return s
+    j, partial = visit.tile(n, None if shared.tile is None else shared.tile[slot])
+
+    def hide(s):
+        seen = _visible(plan, shared, rows, j * plan.config.block_k, slot)
+        return jnp.where(seen, s, -jnp.inf)
+
+    return lax.cond(partial, hide, lambda s: s, s)
+
+
+def _visible(plan: Plan, shared: Shared, rows: Rows, k0: Any, slot: Any) -> jax.Array:
+    """Say of each of 64 queries and of the keys of a tile whether one sees the other."""
+    problem, shape = plan.problem, (ROWS, plan.config.block_k)
+    # Behind a barrier: the loop would otherwise keep these positions in registers, two for each logit.
+    column = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=WGMMA.reduce(0)))
+    k = lax.broadcast_in_dim(column + k0, shape, [1])
+    if problem.mask is None:
+        return k < problem.key_length
+    row = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=WGMMA.reduce(1)))
+    q = lax.broadcast_in_dim(row + rows.q0, shape, [0])
+    operands = rows.reader.tile(rows.values, shared.cols, slot, k0, k)
+    b = lax.rem(rows.item.b, jnp.int32(problem.batch_period))
+    seen = reading.visible(problem.mask, b, rows.item.h, q, k, operands)
+    return seen & (k < problem.key_length) if plan.ragged else seen
+
+
+def _softmax(plan: Plan, m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[jax.Array, ...]:
+    """Take one step of the online softmax in base 2, with the scale folded in where it can be."""
+    problem = plan.problem
+    plain = not problem.scaled and problem.softcap is None
+    unit = (problem.default_scale if plain else 1.0) * LOG2E
+
+    def total(p):
+        parts = [p[:, i : i + PARTS] for i in range(0, p.shape[1], PARTS)]
+        while len(parts) > 1:
+            rest = parts[-1:] if len(parts) % 2 else []
+            parts = [x + y for x, y in zip(parts[::2], parts[1::2], strict=False)] + rest
+        return parts[0]
+
+    return softmax.step(m, l, s, unit=unit, exp=jnp.exp2, total=total)
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    """Compute tanh to 1e-7: the hardware's own is good to 5e-4, times the softcap."""
+    return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2E)))
+
+
+def _store(
+    plan: Plan, results: tuple[Any, Any], shared: Shared, warpgroup: Any, item: Item, state: Any
+) -> None:
+    """Divide by the row sums, and write O and lse."""
+    problem, config = plan.problem, plan.config
+    o, m, l = state
+    out, lse = results
+    inverse, lse_log2 = softmax.finish(m, l.sum(axis=1), log=jnp.log2)
+    if config.persistent:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    shared.o.whole.at[warpgroup][...] = (o * softmax.spread(inverse, o)).astype(problem.dtype)
+    shared.lse.at[warpgroup][...] = lse_log2 / LOG2E
+    plgpu.commit_smem()
+    q0 = item.i * config.block_q + warpgroup * ROWS
+    transfers.store(shared.o, warpgroup, out, item.b, q0, item.h)
+    plgpu.copy_smem_to_gmem(shared.lse.at[warpgroup], lse.at[item.b, item.h, pl.ds(q0, ROWS)])

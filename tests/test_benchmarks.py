@@ -1,0 +1,227 @@
+"""The GPU benchmark on a CPU: its rows, its counts, its record, and that nothing wrong gets a speed."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import plot, rivals, run
+from benchmarks.rivals import CONTENDERS, OURS, Contender, Row, Unable
+
+ROWS = [row for suite in run.SUITES.values() for row in suite]
+TINY = run.Settings(repeats=3, slow_repeats=2, sample_seconds=1e-4, most_calls=2, most_sets=4, matmul=16)
+SMALL = Row("small", batch=2, length=50, heads=4, head_dim=16)
+HIDING = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 9},
+    "documents": {"causal": True, "documents": 12},
+    "documents-full": {"documents": 12},
+    "lengths": {"lengths": True},
+    "documents-window": {"causal": True, "window": 9, "documents": 12},
+}
+CPU = {OURS: CONTENDERS[OURS], "jax.nn XLA": CONTENDERS["jax.nn XLA"]}
+
+
+def wrong(row):
+    """Give the right answer, but for the last query."""
+    call, operands = rivals.flashjax(row)
+    return lambda *x: call(*x).at[:, -1].multiply(1.5), operands
+
+
+def unable(row):
+    raise Unable("it is closed")
+
+
+def broken(row):
+    raise RuntimeError("no such kernel\nand more")
+
+
+@pytest.fixture(scope="module")
+def record():
+    rows = [
+        dataclasses.replace(SMALL, length=64),
+        dataclasses.replace(SMALL, name="small causal", length=64, kv_heads=2, causal=True),
+        dataclasses.replace(SMALL, name="small window", length=64, causal=True, window=9),
+    ]
+    others = {"wrong": Contender(wrong), "unable": Contender(unable), "broken": Contender(broken)}
+    saved = []
+    with jax.numpy_dtype_promotion("standard"):  # jax.nn promotes bfloat16
+        whole = run.run(
+            rows,
+            "fwd",
+            TINY,
+            run.describe(["--suite", "dense"], commit="abc"),
+            CPU | others,
+            save=lambda record: saved.append(json.dumps(record)),
+        )
+    assert len(saved) == len(rows) + 1
+    assert json.loads(saved[-1]) == json.loads(json.dumps(whole))
+    return json.loads(saved[-1])
+
+
+def test_suites_rows():
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert len(run.SUITES["dense"]) == 24
+    for row in run.SUITES["dense"]:
+        assert row.batch * row.length == 16384
+        assert row.heads * row.head_dim == 2048
+    for row in ROWS:
+        assert row.heads % row.kv_heads == 0
+        assert row.causal or row.window is None
+        assert row.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("hiding", HIDING.values(), ids=HIDING)
+def test_pairs_brute_force(hiding):
+    row = dataclasses.replace(SMALL, **hiding)
+    i = np.arange(row.length)
+    visible = np.ones((row.batch, row.length, row.length), bool)
+    if row.causal:
+        visible &= i[:, None] >= i
+    if row.window:
+        visible &= i[:, None] - i < row.window
+    if row.documents:
+        ids = row.document_ids()
+        assert len(set(ids)) > 1
+        visible &= ids[:, None] == ids
+    if row.lengths:
+        visible &= i < row.key_lengths()[:, None, None]
+    assert row.visible_pairs() == visible.sum()
+    start, end = row.key_ranges()
+    np.testing.assert_array_equal(visible, (i >= start[..., None]) & (i < end[..., None]))
+    tiles = visible.reshape(row.batch, 5, 10, 5, 10).any((2, 4))
+    least, visited = tiles.sum() * 100, row.visited_pairs(block=10)
+    # Masks judge tiles one by one, so that `&` of several may keep a tile that is empty.
+    assert visited == least if len(hiding) < 3 else least <= visited <= 1.5 * least
+
+
+def test_visible_pairs_causal():
+    row = Row("x", batch=3, length=1000, heads=2, head_dim=8, causal=True)
+    assert row.visible_pairs() == 3 * 1000 * 1001 // 2
+
+
+@pytest.mark.parametrize(
+    ("name", "hiding"),
+    [*((OURS, x) for x in HIDING), *(("jax.nn XLA", x) for x in ("window", "documents", "lengths"))],
+)
+def test_contenders_right(name, hiding):
+    row = dataclasses.replace(SMALL, kv_heads=2, dtype="float32", **HIDING[hiding])
+    call, operands = CPU[name].make(row)
+    sets = run.make_inputs(row, 1)
+    error = run.check(row, run.PASSES["fwd"], sets, [{"out": call(*sets[0][:3], operands)}])
+    assert error["norm"] < 1e-5
+    assert error["worst"] < 1e-4
+
+
+@pytest.mark.parametrize("change", [{"softcap": 2.0, "causal": True}, {"value_dim": 8}])
+def test_jax_nn_unable(change):
+    row = dataclasses.replace(SMALL, dtype="float32", **change)
+    call, operands = rivals.flashjax(row)
+    sets = run.make_inputs(row, 1)
+    error = run.check(row, run.PASSES["fwd"], sets, [{"out": call(*sets[0][:3], operands)}])
+    assert error["norm"] < 1e-5
+    with pytest.raises(Unable, match=r"jax\.nn (has no softcap|needs a value dim)"):
+        rivals.cudnn(row)
+
+
+def test_xla_scores_limit():
+    with pytest.raises(Unable, match="the scores alone are 34 GB"):
+        rivals.jax_nn_xla(Row("x", batch=1, length=16384, heads=32, head_dim=64))
+
+
+def test_check_not_finite():
+    sets = run.make_inputs(SMALL, 1)
+    out = jnp.full(SMALL.shapes["q"], jnp.nan, jnp.bfloat16)
+    error = run.check(SMALL, run.PASSES["fwd"], sets, [{"out": out}])
+    assert np.isnan(error["norm"])
+
+
+def test_run_record(record):
+    config = record["config"]
+    fields = {"date", "command", "commit", "dirty", "device", "driver", "versions", "pass", "repeats", "tile"}
+    assert fields <= set(config)
+    assert config["command"] == "python -m benchmarks.run --suite dense"
+    assert [x["name"] for x in record["ceiling"]] == ["16 x 16 x 16 bfloat16 matmul"] * 2
+    for row in record["rows"]:
+        for name in CPU:
+            entry = row["contenders"][name]
+            assert entry["error"]["norm"] < run.NORM_LIMIT
+            assert entry["temp_bytes"] >= 0
+            assert 0 < entry["seconds"]["p20"] <= entry["seconds"]["median"] <= entry["seconds"]["p80"]
+            tflops = row["flops"] / entry["seconds"]["median"] / 1e12
+            assert entry["tflops"] == pytest.approx(tflops)
+        assert row["contenders"][OURS]["backend"] == "xla"
+        assert len(row["contenders"][OURS]["samples"]) == 3
+        assert len(row["contenders"]["jax.nn XLA"]["samples"]) == 2
+    full, causal, window = record["rows"]
+    assert full["visible_pairs"] == full["visited_pairs"] == 2 * 4 * 64**2
+    assert full["flops"] == 4 * 16 * full["visible_pairs"]
+    assert causal["visible_pairs"] == 2 * 4 * 64 * 65 // 2
+    assert "of_full" not in causal["contenders"][OURS]  # grouped heads: no full row of that shape
+    assert window["contenders"][OURS]["of_full"] > 0
+
+
+def test_run_wrong_has_no_speed(record):
+    for row in record["rows"]:
+        for name, kind, reason in (
+            ("wrong", "failed", "wrong: error"),
+            ("unable", "skipped", "it is closed"),
+            ("broken", "failed", "RuntimeError: no such kernel"),
+        ):
+            entry = row["contenders"][name]
+            assert entry[kind].startswith(reason)
+            assert not {"seconds", "samples", "tflops", "ratio"} & set(entry)
+            assert re.search(rf"{name} (failed|-) \[{re.escape(reason)}", plot.line(row))
+
+
+def test_ratio_to_baseline():
+    contenders = {OURS: CONTENDERS[OURS], rivals.BASELINE: CONTENDERS[OURS]}
+    entries = run.run_row(SMALL, "fwd", TINY, contenders)["contenders"]
+    assert entries[rivals.BASELINE]["ratio"] == 1
+    assert entries[OURS]["ratio"] == entries[OURS]["tflops"] / entries[rivals.BASELINE]["tflops"]
+
+
+@pytest.mark.parametrize(
+    ("flops", "most"), [(1e9, (8, 1)), (2e11, (3, 1)), (1e13, (1, 2))], ids=["short", "middle", "long"]
+)
+def test_count_calls(flops, most):
+    assert run.count_calls(run.DENSE[0], flops, run.Settings()) == most
+
+
+def test_count_calls_l2():
+    calls, groups = run.count_calls(SMALL, 1e6, run.Settings())
+    assert (calls, groups) == (8, 2)
+
+
+def test_table(record, tmp_path, capsys):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(record))
+    plot.main([str(path), "--table"])
+    lines = capsys.readouterr().out.splitlines()
+    columns = ["TFLOP/s, fwd", OURS, "jax.nn XLA", "wrong", "unable", "broken", "visited, of full"]
+    assert lines[0] == "| " + " | ".join(columns) + " |"
+    assert all(line.count("|") == len(columns) + 1 for line in lines[:5])
+    assert re.search(r"\| failed \| - \| failed \|", lines[2])
+    assert "commit abc" in lines[-1]
+
+
+def test_plot(record, tmp_path):
+    pytest.importorskip("matplotlib")
+    path, svg = tmp_path / "record.json", tmp_path / "out.svg"
+    path.write_text(json.dumps(record))
+    plot.main([str(path), str(svg)])
+    text = svg.read_text()
+    assert len(text) < 100_000
+    assert "commit abc" in text
+    assert OURS in text
+
+
+def test_main_needs_gpu(capsys):
+    with pytest.raises(SystemExit):
+        run.main(["--suite", "dense"])
+    assert "there is no GPU" in capsys.readouterr().err
