@@ -188,6 +188,10 @@ class Mask:
         """
         return None
 
+    def shows_own(self) -> bool:
+        """Say whether query i surely sees key i, for every i: then no key up to T is hidden from all."""
+        return False
+
     def resolve(self, sizes: Sizes) -> Mask:
         """Fix the mask to the sizes of a call; check and reshape its arrays to four dimensions."""
         values = {}
@@ -314,11 +318,13 @@ class Mask:
     def __eq__(self, other: object) -> bool:
         if type(self) is not type(other):
             return NotImplemented
-        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+        return all(_same(x, y) for x, y in zip(self._compared(), other._compared(), strict=True))
 
     def __hash__(self) -> int:
-        values = (getattr(self, f.name) for f in dataclasses.fields(self))
-        return hash((type(self), tuple(_hashable(v) for v in values)))
+        return hash((type(self), tuple(_hashable(v) for v in self._compared())))
+
+    def _compared(self) -> list[Any]:
+        return [getattr(self, f.name) for f in dataclasses.fields(self) if f.compare]
 
 
 # ---- the stock masks -------------------------------------------------------------------------------
@@ -377,6 +383,9 @@ class Causal(_Aligned):
     def span(self, b, h, q, *, offset=None):
         offset = self.offset if offset is None else offset
         return Span(Range(0, q.hi + offset), Range(0, q.lo + offset))
+
+    def shows_own(self):
+        return isinstance(self.offset, int) and self.offset >= 0
 
 
 class SlidingWindow(_Aligned):
@@ -453,6 +462,12 @@ class SlidingWindow(_Aligned):
             seen, whole = (x._replace(hi=edge + offset + right) for x, edge in ((seen, q.hi), (whole, q.lo)))
         return Span(seen, whole)
 
+    def shows_own(self):
+        if not all(x is None or isinstance(x, int) for x in (self.left, self.right, self.offset)):
+            return False
+        reaches = self.left is None or self.left >= self.offset
+        return reaches and (self.right is None or self.right >= -self.offset)
+
 
 class Segments(Mask):
     """Let a query see the keys of its own segment: packed documents, or padding with an id of its own.
@@ -477,6 +492,7 @@ class Segments(Mask):
 
     query_ids: Any
     key_ids: Any = None
+    same: bool = dataclasses.field(default=False, init=False, repr=False, compare=False)
     _axes = {"query_ids": "bq", "key_ids": "bk"}  # noqa: RUF012
 
     def __post_init__(self) -> None:
@@ -485,7 +501,8 @@ class Segments(Mask):
         if self.key_ids is not None:
             key_ids = checks.check_integers("Segments.key_ids", self.key_ids)
             checks.check_same_ids(query_ids, key_ids)
-        self._freeze(query_ids=query_ids, key_ids=key_ids)
+        same = self.key_ids is None or self.key_ids is self.query_ids
+        self._freeze(query_ids=query_ids, key_ids=key_ids, same=same)
 
     def element(self, b, h, q, k, *, query_ids, key_ids):
         dtype = np.promote_types(query_ids.dtype, key_ids.dtype)
@@ -496,6 +513,9 @@ class Segments(Mask):
         ids, other = (Range(*(x.astype(dtype) for x in r)) for r in (query_ids, key_ids))
         empty = (ids.hi < other.lo) | (other.hi < ids.lo)
         return empty, (ids.lo == ids.hi) & (other.lo == other.hi) & (ids.lo == other.lo)
+
+    def shows_own(self):
+        return self.same
 
 
 class PrefixLM(Mask):
@@ -532,6 +552,9 @@ class PrefixLM(Mask):
     def span(self, b, h, q, *, prefix_lengths=None):
         last = (self.prefix_lengths if prefix_lengths is None else prefix_lengths) - 1
         return Span(Range(0, jnp.maximum(q.hi, last)), Range(0, jnp.maximum(q.lo, last)))
+
+    def shows_own(self):
+        return True
 
 
 class Lengths(Mask):
@@ -779,6 +802,9 @@ class And(_Pair):
             return None
         return Span(*(_overlap(x, y) for x, y in zip(left, right, strict=True)))
 
+    def shows_own(self):
+        return all(part.shows_own() for part in self._parts())
+
 
 class Or(_Pair):
     """See what either mask sees: ``left | right``."""
@@ -800,6 +826,9 @@ class Or(_Pair):
         longer = _length(left.whole) >= _length(right.whole)
         whole = Range(*(jnp.where(longer, x, y) for x, y in zip(left.whole, right.whole, strict=True)))
         return Span(seen, whole)
+
+    def shows_own(self):
+        return any(part.shows_own() for part in self._parts())
 
 
 class Not(_Composite):

@@ -1,10 +1,10 @@
-"""Speed knobs of the Hopper kernels, and what they cost in shared memory."""
+"""Speed knobs of the Hopper kernels."""
 
 from typing import NamedTuple
 
+from flashjax.masks import Causal
 from flashjax.problem import Problem
 
-SHARED_MEMORY = 232_448  # bytes a block may have on sm_90
 ROWS = 64  # queries of one warpgroup: the height of a wgmma
 
 
@@ -42,25 +42,22 @@ def padded(dim: int) -> int:
     return 16 if dim <= 16 else 32 if dim <= 32 else -(-dim // 64) * 64
 
 
-def shared_memory(problem: Problem, config: Config) -> int:
-    """Count the bytes of the large buffers: Q, O where it has its own, and the stages of K and V."""
+def choose(problem: Problem, scans: bool) -> Config:
+    """Return the config of a call; ``scans`` says whether the loader looks for the visible tiles.
+
+    Each choice is the fastest of those that were measured: `backends/README.md` has them all.
+    """
     d, dv = padded(problem.head_dim), padded(problem.value_dim)
-    numbers = config.block_q * d + config.stages * config.block_k * (d + dv)
-    if own_output(problem, config):
-        numbers += config.block_q * dv
-    return 2 * numbers
-
-
-def own_output(problem: Problem, config: Config) -> bool:
-    """Whether O has a buffer of its own, rather than Q's."""
-    return config.persistent or problem.value_dim != problem.head_dim
-
-
-def choose(problem: Problem) -> Config:
-    """Return the config of a call."""
-    wide = max(padded(problem.head_dim), padded(problem.value_dim))
-    if wide <= 64:
-        return Config(warpgroups=3, registers=(160, 32))
-    if wide <= 128:
-        return Config()
-    return Config(block_k=64, auto_barriers=True, wait_early=False)
+    keys, plain = problem.key_length, problem.mask is None
+    # Where a query tile visits few key tiles, the loads of the next must run under its end.
+    short = not scans and keys <= (2048 if plain else 1024)
+    if max(d, dv) <= 64:
+        if short and keys <= 1024:
+            return Config(stages=3, persistent=True)
+        return Config(warpgroups=3, registers=(160, 32), persistent=short)
+    if dv <= 128 and d <= 192:
+        if short and d <= 128:
+            return Config(persistent=True, auto_barriers=plain)
+        long = keys >= 4096 and d <= 128 and (plain or isinstance(problem.mask, Causal))
+        return Config(block_k=192 if long else 128)
+    return Config(block_k=64, auto_barriers=True, wait_early=not plain)

@@ -16,10 +16,12 @@ Barriers, each an array over stages or warpgroups (full: loader to compute, empt
     q_full, q_empty    a warpgroup's 64 rows of Q
     k_full, k_empty    a stage of K, with the mask's vectors over keys and the tile's number
     v_full, v_empty    a stage of V
+    v_landed           a stage of V, before the loader has looked through it (see `hidden`)
     count_full         the number of tiles to visit, where the loader finds them (see `walk`)
 
-Shared memory: see `config.shared_memory`; beside that lse (256 bytes a warpgroup), the mask's vectors
-(4 bytes a key and stage) and barriers. Q's buffer takes O at the end unless O has its own.
+Shared memory, in bytes, with padded head dims D and Dv: Q and O share 128 * warpgroups * max(D, Dv), or have
+128 * warpgroups * D and * Dv in a persistent kernel; K and V take 2 * stages * block_k * (D + Dv); lse 256 a
+warpgroup; the mask's vectors over keys 4 * stages * block_k each. A block may have 232,448.
 
 Rows beyond T and keys beyond S are zeros that the TMA fills in, and are clipped when stored; keys beyond
 S are masked. Head dims are padded in shared memory only, by the same zero fill.
@@ -39,12 +41,13 @@ from jax import lax
 
 from flashjax import scores, softmax
 from flashjax.backends.hopper import config as configs
-from flashjax.backends.hopper import packing, reading, transfers, walk
+from flashjax.backends.hopper import hidden, packing, reading, transfers, walk
 from flashjax.backends.hopper.config import ROWS, Config
 from flashjax.problem import Inputs, Problem
 
 WGMMA = plgpu.Layout.WGMMA
 LOG2E = math.log2(math.e)
+TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
 PARTS = 8  # row sums are kept as this many columns until the end: adding them up needs other threads
 
 
@@ -83,12 +86,22 @@ class Plan(NamedTuple):
         problem, config = self.problem, self.config
         queries = config.warpgroups, ROWS, problem.query_length
         keys = config.stages, config.block_k, problem.key_length
+        q, o = (transfers.shape(*queries, dim) for dim in (problem.head_dim, problem.value_dim))
+        if not self.own_output:
+            q, o = transfers.shared(q, o)
         return {
-            "q": transfers.shape(*queries, problem.head_dim),
+            "q": q,
             "k": transfers.shape(*keys, problem.head_dim),
             "v": transfers.shape(*keys, problem.value_dim),
-            "o": transfers.shape(*queries, problem.value_dim),
+            "o": o,
         }
+
+    @property
+    def own_output(self) -> bool:
+        """Whether O has a buffer of its own: the next query tile may take Q's, or O does not fit there."""
+        problem = self.problem
+        q, o = (transfers.shape(1, ROWS, 1, dim) for dim in (problem.head_dim, problem.value_dim))
+        return self.config.persistent or transfers.shared(q, o) is None
 
 
 class Global(NamedTuple):
@@ -124,6 +137,7 @@ class Barriers(NamedTuple):
     k_empty: Any
     v_full: Any
     v_empty: Any
+    v_landed: Any
     count_full: Any
 
 
@@ -146,7 +160,8 @@ class Rows(NamedTuple):
 
 def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[jax.Array, jax.Array]:
     """Compute ``(out [B, T, N, Dv], lse [B, N, T])``; see the module's docstring."""
-    plan = Plan(problem, config or configs.choose(problem), packing.kinds(problem.mask))
+    config = config or configs.choose(problem, walk.scans(problem))
+    plan = Plan(problem, config, packing.kinds(problem.mask))
     rows = plan.count_q * plan.config.block_q
     keys = plan.count_k * plan.config.block_k
     operands, bounds = {}, {}
@@ -167,7 +182,7 @@ def _kernel(plan: Plan, rows: int) -> Any:
     blocks = min(items, 132) if config.persistent else items
     stages, warpgroups = config.stages, config.warpgroups
     shapes = plan.shapes
-    buffer = lambda name: transfers.buffer(shapes[name], problem.dtype)
+    buffer = lambda *names: transfers.buffer(problem.dtype, *(shapes[n] for n in names))
     cols = {
         n: plgpu.SMEM((stages, config.block_k), jnp.int32) for n, k in plan.kinds.items() if k.form == "cols"
     }
@@ -176,10 +191,10 @@ def _kernel(plan: Plan, rows: int) -> Any:
     )
     empty = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
     shared = Shared(
-        q=buffer("q"),
+        q=buffer("q") if plan.own_output else buffer("q", "o"),
         k=buffer("k"),
         v=buffer("v"),
-        o=buffer("o") if configs.own_output(problem, config) else None,
+        o=buffer("o") if plan.own_output else None,
         lse=plgpu.SMEM((warpgroups, ROWS), jnp.float32),
         cols=cols,
         tile=plgpu.SMEM((stages,), jnp.int32) if walk.scans(problem) else None,
@@ -190,18 +205,14 @@ def _kernel(plan: Plan, rows: int) -> Any:
         q_empty=plgpu.Barrier(num_barriers=warpgroups),
         k_full=full("k", len(cols)),
         k_empty=empty,
-        v_full=full("v"),
+        v_full=plgpu.Barrier(num_barriers=stages) if hidden.possible(problem) else full("v"),
         v_empty=empty,
+        v_landed=full("v") if hidden.possible(problem) else None,
         count_full=plgpu.Barrier() if walk.scans(problem) else None,
     )
 
     def body(inputs, out, lse, shared, barriers):
-        buffers = {
-            name: transfers.Buffer.of(ref, shapes[name].split)
-            for name in shapes
-            if (ref := getattr(shared, name)) is not None
-        }
-        shared = shared._replace(**{"o": buffers["q"]} | buffers)
+        shared = _named(plan, shared)
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == warpgroups)
@@ -214,7 +225,7 @@ def _kernel(plan: Plan, rows: int) -> Any:
             plgpu.set_max_registers(config.registers[0], action="increase")
             for barrier in (barriers.k_empty, barriers.v_empty):
                 for slot in range(stages):
-                    plgpu.barrier_arrive(barrier.at[slot])
+                    plgpu.barrier_arrive(barrier.at[slot])  # every stage is free
             plgpu.barrier_arrive(barriers.q_empty.at[warpgroup])
             work = functools.partial(compute, plan, inputs, (out, lse), shared, barriers, warpgroup)
             _each_item(plan, items, blocks, work)
@@ -230,7 +241,10 @@ def _kernel(plan: Plan, rows: int) -> Any:
         ],
         scratch_types=[shared, barriers],
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=not config.auto_barriers
+            approx_math=True,
+            unsafe_no_auto_barriers=not config.auto_barriers,
+            # Only the loader reduces over warps, and only where it looks at tiles or at their values.
+            **({} if walk.scans(problem) or hidden.possible(problem) else {"reduction_scratch_bytes": 0}),
         ),
         grid=(blocks,),
         grid_names=("block",),
@@ -238,6 +252,17 @@ def _kernel(plan: Plan, rows: int) -> Any:
         thread_name="warpgroup",
         kernel_name="flash_attention_forward",
     )
+
+
+def _named(plan: Plan, shared: Shared) -> Shared:
+    """Give each of the big buffers its names."""
+    shapes = plan.shapes
+    names = lambda ref, *arrays: transfers.names(ref, *(shapes[a] for a in arrays))
+    if plan.own_output:
+        q, o = *names(shared.q, "q"), *names(shared.o, "o")
+    else:
+        q, o = names(shared.q, "q", "o")
+    return shared._replace(q=q, k=names(shared.k, "k")[0], v=names(shared.v, "v")[0], o=o)
 
 
 def _each_item(plan: Plan, items: int, blocks: int, work: Any) -> None:
@@ -272,9 +297,11 @@ def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, item: I
 
     reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, None)
 
+    slot_of = lambda n: lax.rem(base + n, jnp.int32(config.stages))
+    v_full = barriers.v_full if barriers.v_landed is None else barriers.v_landed
+
     def tile(n, j, key):
-        slot = lax.rem(base + n, jnp.int32(config.stages))
-        k0 = j * config.block_k
+        slot, k0 = slot_of(n), j * config.block_k
         plgpu.barrier_wait(barriers.k_empty.at[slot])
         if shared.tile is not None:
             shared.tile[slot] = key
@@ -283,13 +310,22 @@ def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, item: I
             keys = reader.at(name).at[pl.ds(k0, config.block_k)]
             plgpu.copy_gmem_to_smem(keys, ref.at[slot], barriers.k_full.at[slot])
         plgpu.barrier_wait(barriers.v_empty.at[slot])
-        transfers.fetch(inputs.v, item.b, k0, kv_head, shared.v, slot, barriers.v_full.at[slot])
+        transfers.fetch(inputs.v, item.b, k0, kv_head, shared.v, slot, v_full.at[slot])
+
+    def look(n, j, partial):
+        slot = slot_of(n)
+        plgpu.barrier_wait(barriers.v_landed.at[slot])
+        if shared.cols:
+            plgpu.barrier_wait(barriers.k_full.at[slot])
+        block = item.i * config.block_q
+        pl.when(partial)(lambda: hidden.clear(plan, shared, reader, block, j, slot))
+        plgpu.barrier_arrive(barriers.v_full.at[slot])
 
     def publish(count):
         shared.count[0] = count
         plgpu.barrier_arrive(barriers.count_full)
 
-    return base + walk.drive(plan, inputs, item, tile, publish)
+    return base + walk.drive(plan, inputs, item, tile, publish, None if barriers.v_landed is None else look)
 
 
 # ---- compute -----------------------------------------------------------------------------------
@@ -317,7 +353,7 @@ def compute(
     """Compute 64 rows of one query tile."""
     config, problem = plan.config, plan.problem
     q0 = item.i * config.block_q + warpgroup * ROWS
-    q_smem = shared.q.whole.at[warpgroup]
+    q_smem = shared.q.tile(warpgroup)
     slot_of = lambda n: lax.rem(base + n, jnp.int32(config.stages))
     reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, q0)
     rows = Rows(item, q0, reader, reader.rows())
@@ -343,7 +379,7 @@ def compute(
     plgpu.barrier_wait(barriers.k_full.at[slot])
 
     def first_product(s_acc):
-        plgpu.wgmma(s_acc, q_smem, shared.k.whole.at[slot].T)
+        plgpu.wgmma(s_acc, q_smem, shared.k.tile(slot).T)
         return s_acc[...]
 
     s = pl.run_scoped(first_product, plgpu.ACC((ROWS, config.block_k), jnp.float32))
@@ -367,9 +403,9 @@ def compute(
 
         def products(s_acc, o_acc):
             o_acc[...] = state.o
-            plgpu.wgmma(s_acc, q_smem, shared.k.whole.at[slot].T)
+            plgpu.wgmma(s_acc, q_smem, shared.k.tile(slot).T)
             plgpu.barrier_wait(barriers.v_full.at[before])
-            plgpu.wgmma(o_acc, state.p, shared.v.whole.at[before])
+            plgpu.wgmma(o_acc, state.p, shared.v.tile(before))
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
             s = tile_scores(visit, n, slot, s)
             plgpu.barrier_arrive(barriers.k_empty.at[slot])
@@ -394,7 +430,7 @@ def compute(
     plgpu.barrier_wait(barriers.v_full.at[last])
 
     def last_product(o_acc):
-        plgpu.wgmma(o_acc, state.p, shared.v.whole.at[last])
+        plgpu.wgmma(o_acc, state.p, shared.v.tile(last))
 
     o = pl.run_state(last_product)(plgpu.ACC.init(state.o))
     plgpu.barrier_arrive(barriers.v_empty.at[last])
@@ -441,7 +477,7 @@ def _visible(plan: Plan, shared: Shared, rows: Rows, k0: Any, slot: Any) -> jax.
     q = lax.broadcast_in_dim(row + rows.q0, shape, [0])
     operands = rows.reader.tile(rows.values, shared.cols, slot, k0, k)
     b = lax.rem(rows.item.b, jnp.int32(problem.batch_period))
-    seen = reading.visible(problem.mask, b, rows.item.h, q, k, operands)
+    seen = reading.visible(problem.mask, (b, rows.item.h, q, k), operands, WGMMA)
     return seen & (k < problem.key_length) if plan.ragged else seen
 
 
@@ -462,8 +498,16 @@ def _softmax(plan: Plan, m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[jax.
 
 
 def _tanh(x: jax.Array) -> jax.Array:
-    """Compute tanh to 1e-7: the hardware's own is good to 5e-4, times the softcap."""
-    return 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2E)))
+    """Compute tanh to 2e-7 of itself; the hardware's own is good to 5e-4, times the softcap.
+
+    Source: the polynomial near 0 is that of tanhf in Moshier's Cephes library.
+    """
+    z = x * x
+    near = jnp.full_like(x, TANH[0])
+    for c in TANH[1:]:
+        near = near * z + c
+    far = 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2E)))
+    return jnp.where(jnp.abs(x) < 0.625, near * z * x + x, far)
 
 
 def _store(
@@ -476,7 +520,7 @@ def _store(
     inverse, lse_log2 = softmax.finish(m, l.sum(axis=1), log=jnp.log2)
     if config.persistent:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    shared.o.whole.at[warpgroup][...] = (o * softmax.spread(inverse, o)).astype(problem.dtype)
+    shared.o.tile(warpgroup)[...] = (o * softmax.spread(inverse, o)).astype(problem.dtype)
     shared.lse.at[warpgroup][...] = lse_log2 / LOG2E
     plgpu.commit_smem()
     q0 = item.i * config.block_q + warpgroup * ROWS

@@ -13,7 +13,7 @@ vector per row and head.
 `reading.Reader` reads them in the kernel.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -81,39 +81,78 @@ class Reader(NamedTuple):
             values[name] = x != 0 if kind.boolean else x
         return values
 
+    def line(self, cols: dict[str, Any], slot: Any, start: int, k0: Any, q: Any) -> dict[str, Any]:
+        """Return every operand for query ``q`` and the 64 keys from ``k0`` on: numbers, or vectors of 64.
+
+        Args:
+          cols: the buffers of "cols" operands, in shared memory.
+          slot: which stage of them holds the tile.
+          start: the first key's place in the tile.
+          k0: its position.
+          q: the query.
+        """
+        layout = WGMMA.reduce(1)
+        values = self.scalars()
+        for name, kind in self.kinds.items():
+            if kind.form == "rows":
+                x = self.at(name)[q]
+            elif kind.form == "cols":
+                x = plgpu.load(cols[name].at[slot, pl.ds(start, ROWS)], layout=layout, optimized=False)
+            elif kind.form == "bits":
+                x = self._bits_of_query(name, kind, k0, q)
+            else:
+                continue
+            values[name] = x != 0 if kind.boolean else x
+        return values
+
+    def _bits_of_query(self, name: str, kind: Kind, k0: Any, q: Any) -> jax.Array:
+        ref = self.at(name)
+        row = lax.div(q, jnp.int32(kind.entry))  # a query below T: its entry is there
+        first = lax.div(k0, jnp.int32(WORD))
+        lane = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1))
+        low, high = (lax.broadcast_in_dim(ref[first + i, row], (ROWS,), []) for i in range(2))
+        word = jnp.where(lane < WORD, low, high)
+        return (word >> lax.rem(lane, jnp.int32(WORD)).astype(jnp.uint32)) & jnp.uint32(1)
+
     def _tile_of_words(self, name: str, kind: Kind, k0: Any, shape: tuple[int, int]) -> jax.Array:
         first = lax.div(k0, jnp.int32(WORD))
         columns = [
-            lax.broadcast_in_dim(self._word(name, kind, first + i), (ROWS, WORD), [0])
-            for i in range(shape[1] // WORD)
+            plgpu.layout_cast(self._word(name, kind, first + i), WGMMA) for i in range(shape[1] // WORD)
         ]
         return lax.concatenate(columns, 1) if len(columns) > 1 else columns[0]
 
     def _word(self, name: str, kind: Kind, word: Any) -> jax.Array:
-        ref = self.at(name).at[word]
+        """Return one word of each of the 64 queries, ``[64, 32]``."""
+        ref, shape = self.at(name).at[word], (ROWS, WORD)
         if kind.entry == 1:
-            return plgpu.load(ref.at[pl.ds(self.q0, ROWS)], layout=WGMMA.reduce(1), optimized=False)
-        # Rows of blocks: the few that this tile meets, each a scalar, laid out by comparison.
+            value = plgpu.load(ref.at[pl.ds(self.q0, ROWS)], layout=WGMMA.reduce(1), optimized=False)
+            return lax.broadcast_in_dim(value, shape, [0])
+        # Rows of blocks: the few that these queries meet, each a scalar, laid out by comparison.
         first = lax.div(self.q0, jnp.int32(kind.entry))
-        count = 1 if kind.entry % ROWS == 0 else (ROWS - 2) // kind.entry + 2
         last = ref.shape[-1] - 1
+        if kind.entry % ROWS == 0:
+            return lax.broadcast_in_dim(ref[jnp.minimum(first, last)], shape, [])
+        count = -(-(ROWS - 1) // kind.entry) + 1
         q = self.q0 + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1))
         value = lax.broadcast_in_dim(ref[jnp.minimum(first, last)], (ROWS,), [])
         for i in range(1, count):
             here = lax.broadcast_in_dim(ref[jnp.minimum(first + i, last)], (ROWS,), [])
             value = jnp.where(q >= (first + i) * kind.entry, here, value)
-        return value
+        return lax.broadcast_in_dim(value, shape, [0])
 
     def _number(self, name: str, x: Any) -> Any:
         return x != 0 if self.kinds[name].boolean else x
 
 
-def visible(mask: Mask, b: Any, h: Any, q: jax.Array, k: jax.Array, operands: dict[str, Any]) -> jax.Array:
-    """Evaluate a mask on positions q and k, arrays of one shape; b and h are scalars."""
-    seen = without_not(lambda *args: mask.element(*args[:4], **args[4]))(b, h, q, k, operands)
-    if jnp.size(seen) == 1:
-        seen = jnp.reshape(seen, ())
-    return jnp.broadcast_to(seen, q.shape)
+def visible(mask: Mask, position: tuple[Any, ...], operands: dict[str, Any], layout: Any) -> jax.Array:
+    """Evaluate a mask at ``(b, h, q, k)``: b and h scalars, q and k arrays of one shape and layout."""
+    q = position[2]
+    seen = without_not(lambda position, operands: mask.element(*position, **operands))(position, operands)
+    if seen.ndim > q.ndim:
+        seen = jnp.squeeze(seen, tuple(range(seen.ndim - q.ndim)))
+    if seen.shape != q.shape:
+        seen = jnp.broadcast_to(seen, q.shape)
+    return plgpu.layout_cast(seen, layout)
 
 
 def without_not(function: Callable) -> Callable:

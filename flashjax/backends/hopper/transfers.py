@@ -19,82 +19,120 @@ PIECE = 8  # rows
 
 
 class Shape(NamedTuple):
-    """The tiles of one array: how many, their rows and padded columns, and whether they move in pieces."""
+    """The tiles of one array.
+
+    Attributes:
+      count: how many.
+      rows, columns: of one, columns padded.
+      split: whether they move in pieces.
+      pitch: rows from the start of one tile to that of the next.
+    """
 
     count: int
     rows: int
     columns: int
     split: bool
+    pitch: int
 
-    @property
-    def pieces(self) -> tuple[int, int, int, int]:
-        """Rows and columns of pieces, and rows and columns of one; wide tiles have several columns."""
+    def pieces(self, rows: int) -> tuple[int, int, int, int]:
+        """Cut so many rows: rows and columns of pieces, and rows and columns of one."""
         width = _width(self.columns)
         if self.columns == width:
-            return 1, 1, self.rows, width
-        return self.rows // PIECE, self.columns // width, PIECE, width
+            return 1, 1, rows, width
+        return rows // PIECE, self.columns // width, PIECE, width
 
     @property
     def copies(self) -> int:
         """How many copies fill one tile: the arrivals that its barrier waits for."""
-        return self.pieces[0] * self.pieces[1] if self.split else 1
+        down, across, _, _ = self.pieces(self.rows)
+        return down * across if self.split else 1
 
 
 def shape(count: int, rows: int, length: int, dim: int) -> Shape:
     """Describe ``count`` buffers for tiles of ``rows`` rows of an array ``[B, length, heads, dim]``."""
-    return Shape(count, rows, padded(dim), length % PIECE != 0 or padded(dim) != dim)
+    return Shape(count, rows, padded(dim), length % PIECE != 0 or padded(dim) != dim, rows)
 
 
-def buffer(shape: Shape, dtype: Any) -> Any:
-    """Return the scratch type of a buffer."""
+def shared(a: Shape, b: Shape) -> tuple[Shape, Shape] | None:
+    """Lay two kinds of tiles so that the n-th of each has the same bytes; None where rows do not fit."""
+    widest = max(a.columns, b.columns)
+    pitches = [x.rows * widest / x.columns for x in (a, b)]
+    if any(pitch % PIECE for pitch in pitches):
+        return None
+    return tuple(x._replace(pitch=int(pitch)) for x, pitch in zip((a, b), pitches, strict=True))
+
+
+def buffer(dtype: Any, *shapes: Shape) -> Any:
+    """Return the scratch type of a buffer that holds tiles of each shape in turn."""
+    views = [view for shape in shapes for view in _views(shape, dtype)]
+    return views[0] if len(views) == 1 else plgpu.RefUnion(*views)
+
+
+def _views(shape: Shape, dtype: Any) -> list[Any]:
     width = _width(shape.columns)
     swizzle = plgpu.SwizzleTransform(2 * width)
     tiled = (plgpu.TilingTransform((PIECE, width)), swizzle)
-    whole = plgpu.SMEM((shape.count, shape.rows, shape.columns), dtype, transforms=tiled)
-    if not shape.split:
-        return whole
-    return plgpu.RefUnion(whole, plgpu.SMEM((shape.count, *shape.pieces), dtype, transforms=(swizzle,)))
+    views = [plgpu.SMEM((shape.count, shape.pitch, shape.columns), dtype, transforms=tiled)]
+    if shape.split:
+        views.append(plgpu.SMEM((shape.count, *shape.pieces(shape.pitch)), dtype, transforms=(swizzle,)))
+    return views
 
 
 class Buffer(NamedTuple):
     """A buffer in the kernel: as wgmma reads it, and in pieces where the TMA moves it so."""
 
-    whole: Any
+    shape: Shape
+    ref: Any
     parts: Any
 
-    @classmethod
-    def of(cls, ref: Any, split: bool) -> "Buffer":
-        return cls(*ref) if split else cls(ref, None)
+    def tile(self, index: Any) -> Any:
+        """Return one tile, as wgmma reads it."""
+        tile = self.ref.at[index]
+        return tile if self.shape.pitch == self.shape.rows else tile.at[pl.ds(0, self.shape.rows)]
+
+
+def names(ref: Any, *shapes: Shape) -> list[Buffer]:
+    """Return a buffer as tiles of each of the shapes that it was made for."""
+    if len(shapes) == 1 and not shapes[0].split:
+        return [Buffer(shapes[0], ref, None)]
+    views = iter(ref)
+    return [Buffer(shape, next(views), next(views) if shape.split else None) for shape in shapes]
 
 
 def fetch(array: Any, b: Any, row: Any, head: Any, buffer: Buffer, index: Any, barrier: Any) -> None:
-    """Load rows ``row..`` of ``array[b, :, head]`` into buffer ``index``."""
-    rows = buffer.whole.shape[1]
+    """Load rows ``row..`` of ``array[b, :, head]`` into tile ``index`` of a buffer."""
     if buffer.parts is None:
-        plgpu.copy_gmem_to_smem(array.at[b, pl.ds(row, rows), head], buffer.whole.at[index], barrier)
+        rows = pl.ds(row, buffer.shape.rows)
+        plgpu.copy_gmem_to_smem(array.at[b, rows, head], buffer.tile(index), barrier)
     else:
-        _each_piece(
-            array, b, row, head, buffer.parts.at[index], lambda a, s: plgpu.copy_gmem_to_smem(a, s, barrier)
-        )
+        copy = lambda window, piece: plgpu.copy_gmem_to_smem(window, piece, barrier)
+        _each_piece(array, (b, row, head), buffer, index, copy)
 
 
 def store(buffer: Buffer, index: Any, array: Any, b: Any, row: Any, head: Any) -> None:
-    """Store buffer ``index`` to rows ``row..`` of ``array[b, :, head]``."""
-    rows = buffer.whole.shape[1]
+    """Store tile ``index`` of a buffer to rows ``row..`` of ``array[b, :, head]``."""
     if buffer.parts is None:
-        plgpu.copy_smem_to_gmem(buffer.whole.at[index], array.at[b, pl.ds(row, rows), head])
+        rows = pl.ds(row, buffer.shape.rows)
+        plgpu.copy_smem_to_gmem(buffer.tile(index), array.at[b, rows, head])
     else:
-        _each_piece(array, b, row, head, buffer.parts.at[index], lambda a, s: plgpu.copy_smem_to_gmem(s, a))
+        copy = lambda window, piece: plgpu.copy_smem_to_gmem(piece, window)
+        _each_piece(array, (b, row, head), buffer, index, copy)
 
 
-def _each_piece(array: Any, b: Any, row: Any, head: Any, parts: Any, copy: Any) -> None:
-    down, across, height, width = parts.shape
+def _each_piece(array: Any, place: tuple[Any, Any, Any], buffer: Buffer, index: Any, copy: Any) -> None:
+    """Call ``copy(window of the array, piece of the buffer)`` for each piece of a tile."""
+    b, row, head = place
+    down, across, height, width = buffer.shape.pieces(buffer.shape.rows)
+    short = across == 1 and down == 1 and buffer.shape.pitch != buffer.shape.rows
 
     def strip(i, _):
         for c in range(across):
             # The sum with i makes the start dynamic: a constant slice may not reach beyond the array.
             columns = pl.ds(c * width + lax.min(i, 0), width)
-            copy(array.at[b, pl.ds(row + i * height, height), head, columns], parts.at[i, c])
+            piece = buffer.parts.at[index, i, c]
+            if short:
+                piece = piece.at[pl.ds(0, height)]
+            copy(array.at[b, pl.ds(row + i * height, height), head, columns], piece)
 
     lax.fori_loop(0, down, strip, None)
 

@@ -21,7 +21,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax import masks, tiles
+from flashjax import tiles
 from flashjax.backends.hopper import packing, reading
 from flashjax.backends.hopper.config import ROWS, Config
 from flashjax.masks import Mask, Range
@@ -51,9 +51,9 @@ class Visit(NamedTuple):
     def tile(self, n: Any, key: Any) -> tuple[Any, Any]:
         """Return the number of the n-th tile, and whether the mask must be evaluated there."""
         if self.run is None:
-            return lax.div(key, jnp.int32(2)), lax.rem(key, jnp.int32(2)) == 1
+            return _split(key)
         j = self.run.end - 1 - n
-        return j, (j < self.run.whole_first) | (j >= self.run.whole_end)
+        return j, self.run.partial(j)
 
 
 class Run(NamedTuple):
@@ -63,6 +63,10 @@ class Run(NamedTuple):
     end: Any
     whole_first: Any
     whole_end: Any
+
+    def partial(self, j: Any) -> Any:
+        """Whether the mask must be evaluated in tile j."""
+        return (j < self.whole_first) | (j >= self.whole_end)
 
 
 def scans(problem: Problem) -> bool:
@@ -97,34 +101,66 @@ def _chunks(count: int) -> tuple[int, int]:
     return size, -(-count // size)
 
 
-def drive(plan: Any, inputs: Any, item: Any, load: Any, publish: Any) -> Any:
-    """Call ``load(n, tile, key)`` for each tile of a query tile, and return how many there were."""
+def drive(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any) -> Any:
+    """Go through the tiles of a query tile as their loader.
+
+    Args:
+      plan, inputs, item: what the kernel knows, its arrays, and the query tile.
+      load: ``load(n, tile, key)`` for each tile; key is what `Visit.tile` takes.
+      publish: ``publish(count)`` before the first, where the loader scans.
+      look: ``look(n, tile, partial)`` for each tile after the next one's load; None does not look.
+
+    Returns:
+      How many tiles there were.
+    """
     if scans(plan.problem):
-        return _scan(plan, inputs, item, load, publish)
+        return _scan(plan, inputs, item, load, publish, look)
     run = _run(plan, inputs, item, item.i * plan.config.block_q, plan.config.block_q)
-    lax.fori_loop(0, run.end - run.first, lambda n, _: load(n, run.end - 1 - n, None), None)
-    return run.end - run.first
+    count = run.end - run.first
+    last = lambda n: (n, run.end - 1 - n, run.partial(run.end - 1 - n))
+
+    def step(n, _):
+        load(n, run.end - 1 - n, None)
+        if look is not None:
+            pl.when(n > 0)(lambda: look(*last(n - 1)))
+
+    lax.fori_loop(0, count, step, None)
+    if look is not None:
+        look(*last(count - 1))
+    return count
 
 
-def _scan(plan: Any, inputs: Any, item: Any, load: Any, publish: Any) -> Any:
+def _scan(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any) -> Any:
     _, chunks = _chunks(plan.count_k)
     keys_of = functools.partial(_keys, plan, inputs, item)
     visible = lambda keys: jnp.sum(jnp.where(keys < NEVER, 1, 0))
     total = lax.fori_loop(0, chunks, lambda c, n: n + visible(keys_of(c, 1)), jnp.int32(0))
     publish(jnp.maximum(total, 1))
+    last = lambda n, key: (n, *_split(key))
 
-    def chunk(c, n):
+    def chunk(c, state):
         keys = keys_of(c, total)
+        n, before = state
 
         def step(_, state):
             n, before = state
             key = jnp.min(jnp.where(keys > before, keys, NEVER))
             load(n, lax.div(key, jnp.int32(2)), key)
+            if look is not None:
+                pl.when(n > 0)(lambda: look(*last(n - 1, before)))
             return n + 1, key
 
-        return lax.fori_loop(0, visible(keys), step, (n, jnp.int32(-1)))[0]
+        return lax.fori_loop(0, visible(keys), step, (n, before))
 
-    return lax.fori_loop(0, chunks, chunk, jnp.int32(0))
+    count, key = lax.fori_loop(0, chunks, chunk, (jnp.int32(0), jnp.int32(-1)))
+    if look is not None:
+        look(*last(count - 1, key))
+    return count
+
+
+def _split(key: Any) -> tuple[Any, Any]:
+    """Return the number of a tile, and whether it is only partly visible."""
+    return lax.div(key, jnp.int32(2)), lax.rem(key, jnp.int32(2)) == 1
 
 
 def _keys(plan: Any, inputs: Any, item: Any, chunk: Any, total: Any) -> jax.Array:
@@ -155,7 +191,9 @@ def _keys(plan: Any, inputs: Any, item: Any, chunk: Any, total: Any) -> jax.Arra
     }
     b = lax.rem(item.b, jnp.int32(problem.batch_period))
     known = reading.without_not(lambda *args: problem.mask.tile(*args[:4], **args[4]))
-    empty, full = (jnp.broadcast_to(x, index.shape) for x in known(b, item.h, q, k, operands))
+    empty, full = (
+        plgpu.layout_cast(jnp.broadcast_to(x, index.shape), layout) for x in known(b, item.h, q, k, operands)
+    )
     if plan.ragged:
         full = full & (index != plan.count_k - 1)
     keys = 2 * index + jnp.where(full, 0, 1)

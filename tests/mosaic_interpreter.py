@@ -1,0 +1,301 @@
+"""Mosaic GPU's interpreter on CPU, with what the Hopper kernels need and jax 0.11 and 0.12 do not interpret.
+
+Test-only, on jax's private API. What is added:
+
+- accumulators that start at a value: ``acc[...] = x`` and ``pl.run_state(...)(plgpu.ACC.init(x))``;
+- wgmma with a left operand in registers;
+- asynchrony of wgmma: its operands count as read when it is issued and again where it is awaited, so that
+  a buffer handed back between the two is a race;
+- views of one buffer in a `plgpu.RefUnion` of which one cuts the other in pieces (but not races between
+  views: jax takes all tiles of a union for one);
+- ends of kernels at which nobody has waited for the last arrivals (jax 0.12 allows that already).
+"""
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.experimental
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import numpy as np
+from jax._src.pallas.mosaic_gpu import core, primitives
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, params, shared_memory
+from jax._src.state import discharge, indexing
+
+Interpreter = jaxpr_interpret.JaxprInterpreter
+
+_stock_interpret = Interpreter.interpret
+_stock_resolve = jaxpr_interpret.resolve_ref
+_stock_get = gpu_callbacks._get
+_stock_deallocate = shared_memory.Barrier.deallocate
+
+
+@contextlib.contextmanager
+def interpreted(**options: Any) -> Iterator[None]:
+    """Run Mosaic GPU kernels that are traced inside in the interpreter; raise where it found a race."""
+    changes = [
+        (Interpreter, "interpret", _interpret),
+        (jaxpr_interpret, "resolve_ref", _resolve),
+        (gpu_callbacks, "_get", _get),
+        (gpu_callbacks, "call_tag_ref_union", lambda token, *_: token),
+    ]
+    if not hasattr(shared_memory, "BarrierReallocationChecker"):
+        changes.append((shared_memory.Barrier, "deallocate", _deallocate))
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    try:
+        with params.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, **options)):
+            yield
+        assert gpu_callbacks._races is None or not gpu_callbacks.get_races().races_found, "races"
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+# ---- accumulators and wgmma ------------------------------------------------------------------------
+
+
+def _interpret(self: Any, jaxpr: Any, token: Any, *args: Any) -> tuple[Any, list[Any]]:
+    """Interpret a jaxpr: the equations of `_OWN` here, and each run of others as jax does."""
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
+    read = lambda x: x.val if hasattr(x, "val") else values[x]
+    flight = []
+    others = []
+
+    def flush(token):
+        if not others:
+            return token
+        made = {v for e in others for v in e.outvars}
+        used = dict.fromkeys(v for e in others for v in e.invars if not hasattr(v, "val") and v not in made)
+        results = [v for e in others for v in e.outvars if type(v).__name__ != "DropVar"]
+        part = types.SimpleNamespace(constvars=[], invars=list(used), outvars=results, eqns=list(others))
+        others.clear()
+        token, outputs = _stock_interpret(self, part, token, *(values[v] for v in used))
+        values.update(zip(results, outputs, strict=True))
+        return token
+
+    for equation in jaxpr.eqns:
+        rule = _OWN.get(equation.primitive)
+        if rule is None:
+            others.append(equation)
+            continue
+        token = flush(token)
+        token, outputs = rule(self, equation, token, [read(x) for x in equation.invars], flight)
+        values.update(zip(equation.outvars, outputs, strict=True))
+    token = flush(token)
+    token = _land(self, token, flight, 0)
+    return token, [read(x) for x in jaxpr.outvars]
+
+
+def _store_accumulator(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> Any:
+    assert not flight, "an accumulator is stored to while a wgmma is in flight"
+    acc, value = inputs
+    token = jax.experimental.io_callback(
+        _put_on_host, gpu_callbacks.TOKEN_SHAPE_DTYPE, token, self.thread, acc, value
+    )
+    return token, [value]
+
+
+def _put_on_host(token, thread, acc, value):
+    memory = gpu_callbacks._get_shared_memory()
+    acc = gpu_callbacks.HostAllocationKey.from_array(acc)
+    memory.store_buffer_content(acc, memory.access(acc, ()), np.array(value), thread)
+    return token
+
+
+def _load_accumulator(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> Any:
+    if equation.params["wait_n"] is not None:
+        token = _land(self, token, flight, equation.params["wait_n"])
+    assert all(acc is not inputs[0] for acc, _ in flight), (
+        "an accumulator is read before its wgmma is awaited"
+    )
+    token, value = self._interpret_wgmma_accumulator_deref_p(equation, token, lambda: inputs)
+    return token, [value]
+
+
+def _wait(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> Any:
+    return _land(self, token, flight, equation.params["n"]), []
+
+
+def _multiply(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> Any:
+    leaves = inputs[3:]
+    operands = []
+    for name, x, var in zip(("acc", "a", "b"), inputs, equation.invars, strict=False):
+        tree = equation.params[f"{name}_transforms_tree"]
+        count = 0 if tree is None else tree.num_leaves
+        transforms = () if tree is None else jax.tree.unflatten(tree, leaves[:count])
+        leaves = leaves[count:]
+        operands.append(jaxpr_interpret.resolve_ref(var.aval, x, transforms))
+    in_registers = not hasattr(equation.invars[1].aval, "inner_aval")
+
+    def call(function, token):
+        return jax.experimental.io_callback(
+            functools.partial(function, in_registers, equation.source_info),
+            gpu_callbacks.TOKEN_SHAPE_DTYPE,
+            token,
+            self.mesh_location,
+            self.thread,
+            operands,
+        )
+
+    flight.append((inputs[0], functools.partial(call, _read_on_host)))
+    return call(_multiply_on_host, token), []
+
+
+def _multiply_on_host(in_registers, source_info, token, mesh_location, thread, operands):
+    a, b = _read(in_registers, source_info, token, mesh_location, thread, operands)
+    memory = gpu_callbacks._get_shared_memory()
+    acc = gpu_callbacks.HostAllocationKey.from_array(operands[0][0])
+    everything = memory.access(acc, ())
+    # Registers have one owner: nothing about them can race.
+    before, _, _ = memory.get_buffer_content(acc, everything, thread)
+    product = np.matmul(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    memory.store_buffer_content(acc, everything, before + product, thread)
+    return token
+
+
+def _read_on_host(in_registers, source_info, token, mesh_location, thread, operands):
+    _read(in_registers, source_info, token, mesh_location, thread, operands)
+    return token
+
+
+def _read(in_registers, source_info, token, mesh_location, thread, operands):
+    get = lambda ref, transforms: _get(
+        token, mesh_location, thread, ref, transforms, source_info=source_info
+    )[1]
+    _, (a, a_transforms), (b, b_transforms) = operands
+    return a if in_registers else get(a, a_transforms), get(b, b_transforms)
+
+
+def _land(self: Any, token: Any, flight: list, most: int) -> Any:
+    """Await all wgmmas but the last ``most``: what they read counts as read until now."""
+    while len(flight) > most:
+        _, read_again = flight.pop(0)
+        token = read_again(token)
+    return token
+
+
+def _run_state(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> Any:
+    jaxpr = equation.params["jaxpr"]
+    assert all(equation.params["is_initialized"])
+    refs, owned = [], []
+    for value, var in zip(inputs, equation.invars, strict=True):
+        mine = not hasattr(var.aval, "inner_aval")
+        if mine:
+            token, request = gpu_callbacks.call_make_allocation_request_array(
+                token=token,
+                compute_unit=self.thread,
+                memory_space_id=shared_memory.get_memory_space_idx(core.MemorySpace.REGS),
+                initial_ref_count=1,
+            )
+            token, value = gpu_callbacks.call_allocate_buffer(
+                token=token,
+                mesh_location=self.mesh_location,
+                thread=self.thread,
+                allocation_request_as_array=request,
+                value=value,
+                source_info=equation.source_info,
+            )
+        refs.append(value)
+        owned.append(mine)
+    inner, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+    token, _ = self.interpret(inner, token, *consts, *refs)
+    outputs = []
+    for ref, mine, var in zip(refs, owned, equation.outvars, strict=True):
+        value = ref
+        if mine:
+            token, value = gpu_callbacks.call_get(
+                token=token,
+                result_shape_and_dtype=var.aval,
+                mesh_location=self.mesh_location,
+                thread=self.thread,
+                allocation_key_as_array=ref,
+                transforms=(),
+                source_info=equation.source_info,
+            )
+            token = gpu_callbacks.call_deallocate_buffer(
+                token=token,
+                mesh_location=self.mesh_location,
+                thread=self.thread,
+                allocation_key_as_array=ref,
+                source_info=equation.source_info,
+            )
+        outputs.append(value)
+    return token, outputs
+
+
+_OWN = {
+    discharge.run_state_p: _run_state,
+    primitives.wgmma_accumulator_store_p: _store_accumulator,
+    primitives.wgmma_accumulator_deref_p: _load_accumulator,
+    primitives.wgmma_wait_p: _wait,
+    primitives.wgmma_ref_p: _multiply,
+}
+
+
+# ---- reads -----------------------------------------------------------------------------------------
+
+
+def _get(token: Any, mesh_location: Any, thread: Any, *args: Any, **options: Any) -> Any:
+    """Read, so that a barrier is enough between this and a TMA that overwrites; jax wants a fence too.
+
+    wgmma reads through the proxy that the TMA writes through, and loads into registers are complete where
+    a thread arrives at a barrier. After a store to shared memory the fence is still asked for.
+    """
+    result = _stock_get(token, mesh_location, thread, *args, **options)
+    if thread is not None:
+        gpu_callbacks._get_shared_memory().commit_smem(thread)
+    return result
+
+
+# ---- views of one buffer ---------------------------------------------------------------------------
+
+
+def _resolve(aval: Any, keys: Any, transforms: Any) -> tuple[Any, Any]:
+    """Send an access through a view in pieces to the view before it, which is of the same bytes.
+
+    That one is ``[n, rows, columns]``, and pieces are ``[n, down, across, height, width]``, of which an
+    access names one, or its first rows. Other views of a union are buffers of their own: nothing is written
+    through one and read through the other.
+    """
+    if not isinstance(aval, core.AbstractRefUnion):
+        return keys, transforms
+    extract, *rest = transforms
+    members = jaxpr_interpret.union_members(aval)
+    slot = [x.transforms[0] for x in members].index(extract)
+    shape = jaxpr_interpret._member_inner_aval(members[slot]).shape
+    rest = [t for t in rest if not isinstance(t, shared_memory.LAYOUT_TRANSFORMS)]
+    if len(shape) == 3:
+        return keys[slot], tuple(rest)
+    n, i, c, y, x = _window(shape, rest)
+    *_, height, width = shape
+    assert x == (0, width), x
+    piece = (n, indexing.Slice(i * height + y[0], y[1], 1), indexing.Slice(c * width, width, 1))
+    whole = jaxpr_interpret._member_inner_aval(members[slot - 1]).shape
+    return keys[slot - 1], (indexing.NDIndexer(piece, whole, ()),)
+
+
+def _window(shape: Any, indexers: Any) -> list[Any]:
+    """Compose indexers to one index, or one pair of start and size, for each dimension."""
+    window = [(0, size) for size in shape]
+    left = list(range(len(shape)))
+    for indexer in indexers:
+        for dim, index in zip(tuple(left), indexer.indices, strict=True):
+            if isinstance(index, indexing.Slice):
+                window[dim] = window[dim][0] + index.start, index.size
+            else:
+                window[dim] = index
+                left.remove(dim)
+    return window
+
+
+def _deallocate(self: Any) -> None:
+    with self.cv:
+        if self.ref_count == 1:
+            self.last_observed_phase_by_thread.clear()
+    _stock_deallocate(self)

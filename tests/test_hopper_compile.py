@@ -1,0 +1,169 @@
+"""The Hopper kernels compiled for an H100 that is not there: registers, shared memory, temporary memory.
+
+Needs jax's CUDA plugin, which holds the compiler, and no driver. The compiler prints its reports if it is
+told so before jax is imported, so a process of its own compiles every call; run as a program, this file is
+that process.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from flashjax.backends import hopper
+
+ROOT = Path(__file__).parents[1]
+SHARED_MEMORY = 232_448  # bytes a block may have
+B, T, N = 2, 8192, 16
+
+pytestmark = [
+    pytest.mark.skipif(
+        jax.__version_info__ < hopper.NEEDS_JAX,
+        reason=f"the kernel needs jax 0.11, and this is {jax.__version__}",
+    ),
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_plugins") is None
+        or importlib.util.find_spec("jax_plugins.xla_cuda13") is None,
+        reason="jax-cuda13-plugin, which compiles for CUDA, is not installed (extra: hopper-tests)",
+    ),
+]
+
+DIMS = {"64": (64, 64), "128": (128, 128), "256": (256, 256), "192-128": (192, 128), "32": (32, 32)}
+
+# Name: head dims, length, and what `_options` makes of it.
+CALLS = {
+    **{f"d{d}-{kind}": (d, T, kind) for d in DIMS for kind in ("full", "causal")},
+    **{f"d128-{kind}": ("128", T, kind) for kind in ("window", "packed", "lengths", "dense", "blocks")},
+    "d128-softcap": ("128", T, "softcap"),
+    "d128-scale": ("128", T, "scale"),
+    "d64-packed": ("64", T, "packed"),
+    "d256-packed": ("256", T, "packed"),
+    "d64-window": ("64", T, "window"),
+    "d128-ragged": ("128", T - 3, "causal"),
+    "d64-ragged": ("64", T - 3, "full"),
+}
+
+
+def _options(kind, length):
+    """Return the arrays that a kind of call takes beside q, k and v, and ``f(*arrays)`` to its keywords."""
+    from flashjax import BlockSparse, Causal, Segments
+
+    blocks = -(-length // 128)
+    return {
+        "full": ([], dict),
+        "causal": ([], lambda: {"is_causal": True}),
+        "window": ([], lambda: {"local_window_size": (1024, 0)}),
+        "packed": ([((B, length), "int32")], lambda ids: {"mask": Segments(ids) & Causal()}),
+        "lengths": ([((B,), "int32")], lambda n: {"key_value_seq_lengths": n}),
+        "dense": ([((B, 1, length, length), "bool")], lambda seen: {"mask": seen}),
+        "blocks": ([((1, 1, blocks, blocks), "bool")], lambda seen: {"mask": BlockSparse(seen, 128)}),
+        "softcap": ([], lambda: {"softcap": 30.0, "is_causal": True}),
+        "scale": ([((), "float32")], lambda scale: {"scale": scale, "is_causal": True}),
+    }[kind]
+
+
+# ---- the process that compiles ---------------------------------------------------------------------
+
+
+def compile_calls(names):
+    """Compile calls for an H100; the compiler prints what it says of each, and then comes a line of JSON."""
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from flashjax import backends, flash_attention
+    from flashjax.backends import xla
+
+    backend = backends.Backend("hopper-anywhere", hopper.refusal, hopper.run_forward, xla.backward, False)
+    backends.BACKENDS = (*backends.BACKENDS, backend)
+    target = Path(__file__).with_name("h100.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    abstract = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
+    for name in names:
+        dims, length, kind = CALLS[name]
+        arrays, keywords = _options(kind, length)
+        attend = functools.partial(flash_attention, implementation="hopper-anywhere", return_residual=True)
+        call = jax.jit(lambda q, k, v, *rest, keywords=keywords: attend(q, k, v, **keywords(*rest)))  # noqa: B023
+        d, dv = DIMS[dims]
+        args = [abstract((B, length, N, x), "bfloat16") for x in (d, d, dv)]
+        args += [abstract(*x) for x in arrays]
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            compiled = call.lower(*args).compile()
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        print(json.dumps({"name": name, "temporary": temporary}), flush=True)
+
+
+# ---- tests -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reports(request):
+    """Return ``(what the compiler prints, bytes of temporary memory)`` of each call that is tested."""
+    own = [x for x in request.session.items if x.module is request.module]
+    names = sorted({x.callspec.params["name"] for x in own})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_hopper_compile", *names],
+        cwd=ROOT,
+        env=os.environ
+        | {"JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_RESOURCES": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found, lines = {}, []
+    for line in done.stdout.splitlines():
+        if line.startswith('{"name"'):
+            end = json.loads(line)
+            found[end["name"]] = "\n".join(lines), end["temporary"]
+            lines = []
+        else:
+            lines.append(line)
+    return found
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_hopper_kernel_fits_its_registers(name, reports):
+    text, _ = reports[name]
+    spills = re.findall(r"(\d+) bytes spill stores", text)
+    assert spills, text
+    assert not any(map(int, spills)), text
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_hopper_kernel_overlaps_its_products(name, reports):
+    text, _ = reports[name]
+    assert "flash_attention_forward" in text
+    assert not re.search(r"C75\d\d|serializ|setmaxnreg", text, re.IGNORECASE), text
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_hopper_kernel_fits_into_shared_memory(name, reports):
+    used = [int(x) for x in re.findall(r"smem_scratch_bytes=(\d+)", reports[name][0])]
+    assert used
+    assert max(used) <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_hopper_call_needs_little_temporary_memory(name, reports):
+    _, length, kind = CALLS[name]
+    rows = 4 * (length + 192)  # bytes of one padded vector over the positions
+    allowed = B * N * rows + 2**16  # lse before it is cut to T
+    if kind == "packed":
+        allowed += 4 * B * rows  # the ids of queries and keys, padded, and their bounds by tile
+    if kind == "dense":
+        allowed += B * length * length // 8 * 1.1  # one bit for each entry, and bounds by tile
+    if kind == "blocks":
+        allowed += length * length // 128 // 8 * 1.1
+    assert reports[name][1] <= allowed
+
+
+if __name__ == "__main__":
+    compile_calls(sys.argv[1:])

@@ -1,0 +1,219 @@
+"""The Hopper kernels on CPU, in Mosaic GPU's interpreter: values, barriers, and races between warpgroups.
+
+A mistake with barriers waits forever, so a process of its own runs the cases, and ends where one takes too
+long; run as a program, this file is that process.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flashjax import BlockSparse, Causal, Segments, backends, flash_attention
+from flashjax.backends import hopper, xla
+from tests import budget
+from tests.cases import CASES, WIDE_CASES, case, in_half
+
+ROOT = Path(__file__).parents[1]
+LIMIT = 300  # seconds that one case may take
+
+pytestmark = pytest.mark.skipif(
+    jax.__version_info__ < hopper.NEEDS_JAX,
+    reason=f"the kernel needs jax 0.11, and this is {jax.__version__}",
+)
+
+KNOWN = {c.name: c for c in [*WIDE_CASES, *(in_half(c, "bfloat16") for c in CASES)]}
+
+
+def small(name, length=None, keys=None, heads=1, **fields):
+    """Return a known case with one batch row and head, and other lengths where given."""
+    known = KNOWN[name]
+    kv_heads = fields.pop("kv_heads", heads)
+    length = length or known.query_length
+    fields = {"batch": 1, "heads": heads, "kv_heads": kv_heads} | fields
+    return dataclasses.replace(known, query_length=length, key_length=keys or known.key_length, **fields)
+
+
+def same(name, length, **fields):
+    """Return a small case with as many keys as queries."""
+    return small(name, length, length, **fields)
+
+
+def _two_documents(c, rng):
+    return Segments(jnp.arange(c.query_length) // 100) & Causal()
+
+
+def _far_apart(c, rng):
+    ids = jnp.zeros(c.key_length, jnp.int32).at[jnp.array([5, 127, 128, 90_000, 131_072, 132_999])].set(1)
+    return Segments(jnp.ones(c.query_length, jnp.int32), ids)
+
+
+def _dead_keys(c, rng):
+    return jnp.asarray(rng.random((c.query_length, c.key_length)) < 0.7) & (jnp.arange(c.key_length) % 5 > 0)
+
+
+def _rows_of_blocks(rows, columns):
+    def mask(c, rng):
+        count = -(-c.query_length // rows), -(-c.key_length // columns)
+        return BlockSparse(jnp.asarray(rng.random((1, 1, *count)) < 0.4), (rows, columns))
+
+    return mask
+
+
+def blocks(rows, columns):
+    name = f"blocks-{rows}-{columns}"
+    return case(
+        name,
+        (130, 300),
+        heads=1,
+        batch=1,
+        head_dim=128,
+        dtype="bfloat16",
+        mask=_rows_of_blocks(rows, columns),
+    )
+
+
+INTERPRETED = [
+    # head dims and lengths: tiles whole and in pieces
+    small("d128-full", 128, 640, heads=2, kv_heads=1),
+    same("d64-causal", 200),
+    same("d256-causal", 130),
+    small("d192-128", 72, 72),
+    same("d24-causal", 70),
+    same("d8-causal", 70),
+    small("d64-odd", 67, 261),
+    small("t1"),
+    small("s1", 66),
+    small("s129", 66),
+    # one run of keys, of which warpgroups see different parts
+    small("sees-little", 384),
+    same("window-d64", 260, options={"local_window_size": (70, 10)}),
+    small("lengths-d128", 66, 200, batch=2),
+    small("both-lengths-causal-end-bfloat16", batch=2),
+    small("prefix-d128", 140, 140, batch=2),
+    # tiles that the loader finds
+    case("documents", 300, heads=1, batch=1, head_dim=128, dtype="bfloat16", mask=_two_documents),
+    small("packed-d256", 66, 66),
+    small("custom-bfloat16", heads=4),
+    small("composed-bfloat16"),
+    small("nothing-visible-bfloat16"),
+    case("dead-keys", (70, 140), heads=1, batch=1, head_dim=64, dtype="bfloat16", mask=_dead_keys),
+    blocks(64, 128),
+    blocks(10, 12),
+    case(
+        "two-chunks-of-tiles", (64, 133_000), heads=1, batch=1, head_dim=64, dtype="bfloat16", mask=_far_apart
+    ),
+    # what happens to logits
+    small("softcap-bfloat16"),
+    small("scale-negative-d64", 66, 66),
+]
+
+# Names of cases that are also run by blocks that take one query tile after another.
+PERSISTENT = ["d128-full", "documents", "d64-odd", "sees-little"]
+# Names of cases with NaN in the keys and values that no query sees.
+POISONED = ["lengths-d128", "sees-little", "two-chunks-of-tiles", "dead-keys"]
+
+RUNS = [
+    *((c.name, "plain") for c in INTERPRETED),
+    *((name, "persistent") for name in PERSISTENT),
+    *((name, "poisoned") for name in POISONED),
+]
+
+
+# ---- the process that interprets -------------------------------------------------------------------
+
+
+def interpret(runs):
+    """Run cases in the interpreter, and print a line of JSON for each: what was wrong, or an empty string."""
+    from flashjax.backends.hopper import config, forward
+
+    cases = {c.name: c for c in INTERPRETED}
+    backend = backends.Backend("hopper-anywhere", hopper.refusal, hopper.run_forward, xla.backward, False)
+    backends.BACKENDS = (*backends.BACKENDS, backend)
+    choose = config.choose
+    for name, kind in runs:
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        with contextlib.ExitStack() as stack:
+            if kind == "persistent":
+                # As on a GPU with two processors, so that a block has several query tiles.
+                forward.min = lambda items, _: min(items, 2)
+                config.choose = lambda problem: choose(problem)._replace(persistent=True)
+                stack.callback(lambda: vars(forward).pop("min"))
+                stack.callback(setattr, config, "choose", choose)
+                jax.clear_caches()
+                stack.callback(jax.clear_caches)
+            try:
+                _check(cases[name], kind == "poisoned")
+                wrong = ""
+            except Exception:
+                wrong = traceback.format_exc()
+        print(json.dumps({"run": [name, kind], "wrong": wrong}), flush=True)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _check(case, poisoned):
+    from tests.mosaic_interpreter import interpreted
+
+    arrays, options = case.arguments()
+    call = functools.partial(flash_attention, **options, return_residual=True)
+    with interpreted():
+        got = jax.block_until_ready(
+            call(**_poison(arrays, call) if poisoned else arrays, implementation="hopper-anywhere")
+        )
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), arrays)
+        truth = jax.tree.map(np.asarray, call(**wide, implementation="reference"))
+    plain = budget.plain_attention(**arrays, **options)
+    results = (dict(zip(("out", "lse"), x, strict=True)) for x in (got, plain, truth))
+    budget.check(*results, {"out": case.dtype, "lse": jnp.float32})
+
+
+def _poison(arrays, call):
+    """Put NaN into the keys and values on which nothing depends."""
+    query, key, value = arrays["query"], arrays["key"], arrays["value"]
+    weight = lambda v: call(query, key, v, implementation="reference")[0].astype(jnp.float32).sum()
+    positive = jnp.ones_like(value)
+    seen = (jax.grad(weight)(positive) != 0).any(-1, keepdims=True)
+    assert not seen.all()
+    fill = lambda x: jnp.where(seen, x, jnp.asarray(jnp.nan, x.dtype))
+    return arrays | {"key": fill(key), "value": fill(value)}
+
+
+# ---- tests -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def outcomes(request):
+    """Return what was wrong with each run that is tested, and what the process printed if it ended early."""
+    own = [x for x in request.session.items if x.module is request.module]
+    runs = [x.callspec.params["run"] for x in own]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_hopper_interpret", json.dumps(runs)],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "NPROC": "16"},
+        capture_output=True,
+        text=True,
+    )
+    lines = [json.loads(x) for x in done.stdout.splitlines() if x.startswith('{"run"')]
+    found = {tuple(x["run"]): x["wrong"] for x in lines}
+    return {run: found.get(run, f"no result: {done.stderr[-4000:]}") for run in runs}
+
+
+@pytest.mark.parametrize("run", RUNS, ids="-".join)
+def test_hopper_is_right_in_the_interpreter(run, outcomes):
+    assert not outcomes[run], outcomes[run]
+
+
+if __name__ == "__main__":
+    interpret(json.loads(sys.argv[1]))

@@ -1,0 +1,271 @@
+"""The Hopper kernels without a GPU: what lowers for CUDA and to what, and what is refused in which words."""
+
+import functools
+import itertools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from flashjax import Causal, CustomMask, Operand, Segments, backends, flash_attention
+from flashjax.backends import hopper, xla
+from tests.cases import CASES, WIDE_CASES, in_half
+
+old_jax = jax.__version_info__ < hopper.NEEDS_JAX
+needs_kernel = pytest.mark.skipif(old_jax, reason=f"the kernel needs jax 0.11, and this is {jax.__version__}")
+
+ANYWHERE = backends.Backend(
+    "hopper-anywhere", hopper.refusal, hopper.run_forward, xla.backward, automatic=False
+)
+
+HALVES = [
+    in_half(case, dtype) for case, dtype in zip(CASES, itertools.cycle(("bfloat16", "float16")), strict=False)
+]
+REFUSED = {"bias": "it has no bias yet", "dropout": "it has no dropout yet"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper_anywhere(small_tiles):
+    """Offer ``implementation="hopper-anywhere"``: the Hopper backend, whatever the device."""
+    shipped = backends.BACKENDS
+    backends.BACKENDS = (*shipped, ANYWHERE)
+    yield
+    backends.BACKENDS = shipped
+
+
+attend = functools.partial(flash_attention, implementation="hopper-anywhere")
+
+
+def lower(function, *args, **options):
+    return jax.jit(function, **options).trace(*args).lower(lowering_platforms=("cuda",))
+
+
+def kernels(lowered) -> int:
+    """Count the kernels in a program."""
+    return len(re.findall(r"custom_call @mosaic_gpu\w*", lowered.as_text()))
+
+
+def shapes(batch=1, length=128, heads=2, kv_heads=None, dim=64, keys=None, dtype="bfloat16"):
+    kv_heads, keys = kv_heads or heads, keys or length
+    return tuple(
+        jax.ShapeDtypeStruct((batch, n, h, dim), dtype)
+        for n, h in ((length, heads), (keys, kv_heads), (keys, kv_heads))
+    )
+
+
+# ---- what lowers -----------------------------------------------------------------------------------
+
+
+def refused(case) -> str | None:
+    """Return the reason for which a case must be refused."""
+    if case.bias is not None:
+        return REFUSED["bias"]
+    return REFUSED["dropout"] if "dropout_rate" in case.options else None
+
+
+@needs_kernel
+@pytest.mark.parametrize("case", [*HALVES, *WIDE_CASES], ids=lambda c: c.name)
+def test_hopper_lowers_every_case_that_it_does_not_refuse(case):
+    arrays, options = case.arguments()
+    static = {n: x for n, x in options.items() if isinstance(x, bool | int | float | tuple)}
+    data = {n: x for n, x in options.items() if n not in static}
+    call = lambda arrays, data: attend(**arrays, **data, **static, return_residual=True)
+    reason = refused(case)
+    if reason is not None:
+        with pytest.raises(NotImplementedError, match=reason):
+            jax.eval_shape(call, arrays, data)
+        return
+    assert kernels(lower(call, arrays, data)) == 1
+
+
+@needs_kernel
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 72, 256])
+def test_hopper_is_one_kernel_on_the_arrays_as_they_are(options, dim):
+    text = lower(
+        functools.partial(attend, **options), *shapes(length=130, heads=4, kv_heads=2, dim=dim)
+    ).as_text()
+    operations = set(re.findall(r"= \"?(?:stablehlo|chlo)\.(\w+)", text))
+    assert operations <= {"custom_call", "constant", "slice"}, operations  # the slice cuts lse to T
+    assert len(re.findall(r"custom_call @", text)) == 1
+
+
+@needs_kernel
+def test_hopper_grid_may_have_more_heads_than_a_grid_axis_holds():
+    batch = 2**16 // 8 + 1
+    assert kernels(lower(attend, *shapes(batch=batch, length=64, heads=8))) == 1
+
+
+@needs_kernel
+def test_hopper_arrays_may_have_more_than_2_to_the_31_elements():
+    query = shapes(batch=3, length=2**17, heads=64, dim=128)
+    assert np.prod(query[0].shape) > 2**31
+    assert kernels(lower(functools.partial(attend, is_causal=True), *query)) == 1
+
+
+# ---- transformations -------------------------------------------------------------------------------
+
+
+@needs_kernel
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+def test_hopper_lowers_under_grad(wrap):
+    loss = wrap(lambda q, k, v: attend(q, k, v, is_causal=True).astype(jnp.float32).sum())
+    assert kernels(lower(jax.grad(loss, argnums=(0, 1, 2)), *shapes())) == 1
+
+
+@needs_kernel
+@pytest.mark.parametrize("axes", [(0, None, None), (0, 0, 0), (None, 0, 0)], ids=str)
+def test_hopper_folds_vmap_into_one_kernel(axes):
+    args = [
+        x if axis is None else jax.ShapeDtypeStruct((3, *x.shape), x.dtype)
+        for x, axis in zip(shapes(batch=2), axes, strict=True)
+    ]
+    assert kernels(lower(jax.vmap(functools.partial(attend, is_causal=True), axes), *args)) == 1
+
+
+def row_is_odd(b, h, q, k, shift):
+    return (b % 2 == 1) | (k <= q + shift)
+
+
+@needs_kernel
+def test_hopper_lowers_masks_that_count_rows_under_vmap():
+    def call(q, k, v, shift):
+        return attend(q, k, v, mask=CustomMask(row_is_odd, shift=Operand(shift, "b")) & Causal())
+
+    q, k, v = (jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in shapes(batch=2))
+    shift = jax.ShapeDtypeStruct((3, 2), jnp.int32)
+    assert kernels(lower(jax.vmap(call), q, k, v, shift)) == 1
+    assert (
+        kernels(lower(jax.vmap(call, (0, 0, 0, None)), q, k, v, jax.ShapeDtypeStruct((2,), jnp.int32))) == 1
+    )
+
+
+@needs_kernel
+def test_hopper_lowers_in_scan():
+    def layers(q, k, v, ids):
+        return jax.lax.scan(lambda x, _: (attend(x, k, v, mask=Segments(ids)), None), q, length=3)[0]
+
+    assert kernels(lower(layers, *shapes(), jax.ShapeDtypeStruct((128,), jnp.int32))) == 1
+
+
+@needs_kernel
+def test_hopper_lowers_in_shard_map():
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    spec = PartitionSpec("data", None, "model")
+    call = jax.shard_map(
+        functools.partial(attend, is_causal=True),
+        mesh=mesh,
+        in_specs=(spec,) * 3,
+        out_specs=spec,
+        check_vma=True,
+    )
+    args = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for x in shapes(batch=2, heads=4, kv_heads=2)
+    ]
+    assert kernels(lower(call, *args)) == 1
+
+
+@needs_kernel
+def test_hopper_exports_for_cuda():
+    pytest.importorskip("flatbuffers", reason="jax.export writes through flatbuffers")
+    exported = jax.export.export(jax.jit(functools.partial(attend, is_causal=True)), platforms=["cuda"])(
+        *shapes()
+    )
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == ("cuda",)
+    assert "mosaic_gpu" in again.mlir_module()
+
+
+# ---- refusals --------------------------------------------------------------------------------------
+
+
+def refusal(match, *, arrays=None, backend=ANYWHERE, **options):
+    """Assert that a call is refused in words that match."""
+    call = functools.partial(flash_attention, implementation=backend.name, **options)
+    with pytest.raises(NotImplementedError, match=match):
+        jax.eval_shape(call, *(arrays or shapes()))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_refusal_names_the_dtype(dtype):
+    with jax.enable_x64(True):
+        refusal(f"multiplies float16 and bfloat16, and the call is in {dtype}", arrays=shapes(dtype=dtype))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dim", [4, 13, 264])
+def test_refusal_names_the_head_dim(dim):
+    refusal(f"multiples of 8 up to 256, and the head dim is {dim}", arrays=shapes(dim=dim))
+
+
+@needs_kernel
+def test_refusal_names_the_value_dim():
+    q, k, _ = shapes()
+    refusal("up to 256, and the value dim is 12", arrays=(q, k, shapes(dim=12)[2]))
+
+
+@needs_kernel
+def test_refusal_names_bias_and_dropout():
+    refusal(REFUSED["bias"], bias=np.zeros((1, 1, 128, 128), np.float32))
+    refusal(REFUSED["dropout"], dropout_rate=0.1, dropout_key=jax.random.key(0))
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "precision", [jax.lax.DotAlgorithmPreset.BF16_BF16_BF16, jax.lax.DotAlgorithmPreset.F16_F16_F16], ids=str
+)
+def test_refusal_names_the_precision(precision):
+    refusal("multiplies exactly and adds in float32, and precision is", precision=precision)
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "precision", [None, "highest", jax.lax.Precision.HIGH, ("default", "highest")], ids=str
+)
+def test_every_precision_that_exact_products_satisfy_is_accepted(precision):
+    jax.eval_shape(functools.partial(attend, precision=precision), *shapes())
+
+
+@needs_kernel
+def test_refusal_names_operands_that_the_kernel_does_not_read():
+    far = lambda b, h, q, k, far: q - k < far
+    dense = Operand(np.zeros((128, 128), np.int32), "qk")
+    refusal(
+        "operand 'far' has one int32 per query and key; .* only booleans", mask=CustomMask(far, far=dense)
+    )
+    with jax.enable_x64(True):
+        wide = Operand(np.zeros(2, np.int64), "h")
+        refusal(
+            "operand 'far' has dtype int64; the kernel reads up to 32 bits", mask=CustomMask(far, far=wide)
+        )
+
+
+SHIPPED = next(x for x in backends.BACKENDS if x.name == "hopper")
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="there is a GPU")
+@needs_kernel
+def test_refusal_says_that_there_is_no_gpu():
+    refusal("it needs an NVIDIA Hopper GPU, and the default device is cpu", backend=SHIPPED)
+
+
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 9, 0)])
+def test_refusal_names_an_old_jax(monkeypatch, version):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    refusal("it needs jax 0.11 or newer, and this is jax", backend=SHIPPED)
+
+
+@needs_kernel
+@pytest.mark.parametrize("capability", ["8.0", "10.0", "12.0"])
+def test_refusal_names_another_compute_capability(monkeypatch, capability):
+    device = types.SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="NVIDIA X")
+    monkeypatch.setattr(hopper, "_default_device", lambda: device)
+    refusal(f"needs compute capability 9.0 .*, and NVIDIA X has {capability}", backend=SHIPPED)
+    device.compute_capability = "9.0"
+    assert hopper.missing_device() is None
