@@ -139,8 +139,9 @@ def explain(*args: Any, **kwargs: Any) -> str:
     Example:
       >>> import jax.numpy as jnp
       >>> x = jnp.zeros((1, 8, 2, 16))
-      >>> _ = explain(x, x, x, implementation="xla")
+      >>> _ = explain(x, x, x, implementation="xla")  # doctest: +ELLIPSIS
       backend: xla
+        hopper: ...
         reference: could do this call, but only if asked: implementation='reference'
     """
     call = inspect.signature(flash_attention).bind(*args, **kwargs)

@@ -22,8 +22,20 @@ ANYWHERE = backends.Backend(
     "hopper-anywhere", hopper.refusal, hopper.run_forward, xla.backward, automatic=False
 )
 
+# One case of each form of the kernel: a second or more goes into each. On a GPU all run.
+SAME_FORM = re.compile(
+    r"(t|s)(5|7|63|64|65|127|128|129|191|193|255|257|264|120)|d(24|40)-causal|d(80|96|160|248)-full|"
+    r"scattered-d256|dense-d256|packed-d256|window-d256|float16-d128|gqa-8|mqa"
+)
+WIDE = [case for case in WIDE_CASES if not SAME_FORM.fullmatch(case.name)]
+NARROW = (
+    "few-queries query-lengths both-lengths-causal-end dense-heads offset-rows window-end "
+    "blocks custom nothing-visible scale-zero"
+).split()
 HALVES = [
-    in_half(case, dtype) for case, dtype in zip(CASES, itertools.cycle(("bfloat16", "float16")), strict=False)
+    in_half(case, dtype)
+    for case, dtype in zip(CASES, itertools.cycle(("bfloat16", "float16")), strict=False)
+    if case.name in NARROW or case.bias is not None or "dropout_rate" in case.options
 ]
 REFUSED = {"bias": "it has no bias yet", "dropout": "it has no dropout yet"}
 
@@ -68,8 +80,8 @@ def refused(case) -> str | None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("case", [*HALVES, *WIDE_CASES], ids=lambda c: c.name)
-def test_hopper_lowers_every_case_that_it_does_not_refuse(case):
+@pytest.mark.parametrize("case", [*HALVES, *WIDE], ids=lambda c: c.name)
+def test_hopper_lowers_what_it_does_not_refuse(case):
     arrays, options = case.arguments()
     static = {n: x for n, x in options.items() if isinstance(x, bool | int | float | tuple)}
     data = {n: x for n, x in options.items() if n not in static}
@@ -84,7 +96,7 @@ def test_hopper_lowers_every_case_that_it_does_not_refuse(case):
 
 @needs_kernel
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=["full", "causal"])
-@pytest.mark.parametrize("dim", [64, 72, 256])
+@pytest.mark.parametrize("dim", [64, 72])
 def test_hopper_is_one_kernel_on_the_arrays_as_they_are(options, dim):
     text = lower(
         functools.partial(attend, **options), *shapes(length=130, heads=4, kv_heads=2, dim=dim)

@@ -42,22 +42,28 @@ def padded(dim: int) -> int:
     return 16 if dim <= 16 else 32 if dim <= 32 else -(-dim // 64) * 64
 
 
-def choose(problem: Problem, scans: bool) -> Config:
-    """Return the config of a call; ``scans`` says whether the loader looks for the visible tiles.
+def choose(problem: Problem, scans: bool, steady_keys: int | None) -> Config:
+    """Return the config of a call.
 
     Each choice is the fastest of those that were measured: `backends/README.md` has them all.
+
+    Args:
+      problem: the call.
+      scans: whether the loader looks for the visible tiles (see `walk`).
+      steady_keys: how many keys every query tile sees, None where they differ.
     """
     d, dv = padded(problem.head_dim), padded(problem.value_dim)
     keys, plain = problem.key_length, problem.mask is None
-    # Where a query tile visits few key tiles, the loads of the next must run under its end.
-    short = not scans and keys <= (2048 if plain else 1024)
+    # Where a query tile visits few key tiles, the loads of the next must run under its end. Blocks share
+    # the query tiles evenly then, which is right where they are alike, or where there are very many.
+    few = not scans and (keys <= 1024 or (steady_keys is not None and steady_keys <= 2048))
     if max(d, dv) <= 64:
-        if short and keys <= 1024:
+        if few and keys <= 1024:
             return Config(stages=3, persistent=True)
-        return Config(warpgroups=3, registers=(160, 32), persistent=short)
+        return Config(warpgroups=3, registers=(160, 32), persistent=few)
     if dv <= 128 and d <= 192:
-        if short and d <= 128:
-            return Config(persistent=True, auto_barriers=plain)
+        if few and d <= 128:
+            return Config(persistent=True, auto_barriers=plain and keys > 1024)
         long = keys >= 4096 and d <= 128 and (plain or isinstance(problem.mask, Causal))
         return Config(block_k=192 if long else 128)
     return Config(block_k=64, auto_barriers=True, wait_early=not plain)

@@ -160,7 +160,7 @@ class Rows(NamedTuple):
 
 def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[jax.Array, jax.Array]:
     """Compute ``(out [B, T, N, Dv], lse [B, N, T])``; see the module's docstring."""
-    config = config or configs.choose(problem, walk.scans(problem))
+    config = config or configs.choose(problem, walk.scans(problem), walk.steady_keys(problem))
     plan = Plan(problem, config, packing.kinds(problem.mask))
     rows = plan.count_q * plan.config.block_q
     keys = plan.count_k * plan.config.block_k

@@ -81,6 +81,23 @@ def scans(problem: Problem) -> bool:
     return found[0] is None
 
 
+def steady_keys(problem: Problem) -> int | None:
+    """Return how many keys every query tile sees, where that is one number: all of them, or a window."""
+    if problem.mask is None:
+        return problem.key_length
+    if scans(problem) or problem.mask.operands():
+        return None
+
+    def seen(q0):
+        q = Range(jnp.int32(q0), jnp.int32(min(q0 + ROWS, problem.query_length) - 1))
+        low, high = problem.mask.span(0, 0, q).seen
+        return int(jnp.minimum(high, problem.key_length - 1) - jnp.maximum(low, 0)) + 1
+
+    with jax.ensure_compile_time_eval():
+        middle, last = (seen(q0) for q0 in (problem.query_length // 2, max(0, problem.query_length - ROWS)))
+    return middle if middle == last else None
+
+
 def bounds(mask: Mask, problem: Problem, config: Config) -> dict[str, Range]:
     """Bound every operand in every tile, where the loader scans: int32 or float ``[b, h, i, tiles]``."""
     if not scans(problem):
@@ -134,14 +151,9 @@ def _scan(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any)
     _, chunks = _chunks(plan.count_k)
     keys_of = functools.partial(_keys, plan, inputs, item)
     visible = lambda keys: jnp.sum(jnp.where(keys < NEVER, 1, 0))
-    total = lax.fori_loop(0, chunks, lambda c, n: n + visible(keys_of(c, 1)), jnp.int32(0))
-    publish(jnp.maximum(total, 1))
     last = lambda n, key: (n, *_split(key))
 
-    def chunk(c, state):
-        keys = keys_of(c, total)
-        n, before = state
-
+    def chunk(keys, state):
         def step(_, state):
             n, before = state
             key = jnp.min(jnp.where(keys > before, keys, NEVER))
@@ -150,12 +162,29 @@ def _scan(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any)
                 pl.when(n > 0)(lambda: look(*last(n - 1, before)))
             return n + 1, key
 
-        return lax.fori_loop(0, visible(keys), step, (n, before))
+        return lax.fori_loop(0, visible(keys), step, state)
 
-    count, key = lax.fori_loop(0, chunks, chunk, (jnp.int32(0), jnp.int32(-1)))
+    start = (jnp.int32(0), jnp.int32(-1))
+    if chunks == 1:
+        keys = keys_of(0)
+        total = visible(keys)
+        publish(jnp.maximum(total, 1))
+        count, key = chunk(_at_least_first(keys, 0, total), start)
+    else:
+        total = lax.fori_loop(0, chunks, lambda c, n: n + visible(keys_of(c)), jnp.int32(0))
+        publish(jnp.maximum(total, 1))
+        visit = lambda c, state: chunk(_at_least_first(keys_of(c), c, total), state)
+        count, key = lax.fori_loop(0, chunks, visit, start)
     if look is not None:
         look(*last(count - 1, key))
     return count
+
+
+def _at_least_first(keys: jax.Array, chunk: Any, total: Any) -> jax.Array:
+    """Make the first tile count as partly visible where none is visible at all."""
+    layout = plgpu.Layout.WG_STRIDED(keys.shape, 1)
+    index = plgpu.broadcasted_iota(jnp.int32, keys.shape, 0, layout=layout) + chunk * keys.shape[0]
+    return jnp.where((index == 0) & (total == 0), 1, keys)
 
 
 def _split(key: Any) -> tuple[Any, Any]:
@@ -163,11 +192,8 @@ def _split(key: Any) -> tuple[Any, Any]:
     return lax.div(key, jnp.int32(2)), lax.rem(key, jnp.int32(2)) == 1
 
 
-def _keys(plan: Any, inputs: Any, item: Any, chunk: Any, total: Any) -> jax.Array:
-    """Classify a chunk of tiles: ``2 * tile + 1`` where partly visible, ``2 * tile`` where wholly, NEVER.
-
-    Where ``total`` is 0 the first tile counts as partly visible.
-    """
+def _keys(plan: Any, inputs: Any, item: Any, chunk: Any) -> jax.Array:
+    """Classify a chunk of tiles: ``2 * tile + 1`` where partly visible, ``2 * tile`` if wholly, or NEVER."""
     problem, config = plan.problem, plan.config
     size, _ = _chunks(plan.count_k)
     layout = plgpu.Layout.WG_STRIDED((size,), 1)
@@ -198,8 +224,7 @@ def _keys(plan: Any, inputs: Any, item: Any, chunk: Any, total: Any) -> jax.Arra
         full = full & (index != plan.count_k - 1)
     keys = 2 * index + jnp.where(full, 0, 1)
     keys = jnp.where(empty, NEVER, keys)
-    keys = jnp.where(index < plan.count_k, keys, NEVER)
-    return jnp.where((index == 0) & (total == 0), 1, keys)
+    return jnp.where(index < plan.count_k, keys, NEVER)
 
 
 def follow(plan: Any, inputs: Any, item: Any, q0: Any, count: Any) -> Visit:
