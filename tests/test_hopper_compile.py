@@ -48,6 +48,8 @@ CALLS = {
     "d64-window": ("64", T, "window"),
     "d128-ragged": ("128", T - 3, "causal"),
     "d64-ragged": ("64", T - 3, "full"),
+    **{f"d{d}-{kind}-short": (d, 512, kind) for d in ("64", "128") for kind in ("full", "causal")},
+    "d128-full-2048": ("128", 2048, "full"),
 }
 
 

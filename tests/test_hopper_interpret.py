@@ -148,7 +148,7 @@ def interpret(runs):
             if kind == "persistent":
                 # As on a GPU with two processors, so that a block has several query tiles.
                 forward.min = lambda items, _: min(items, 2)
-                config.choose = lambda problem: choose(problem)._replace(persistent=True)
+                config.choose = lambda *args: choose(*args)._replace(persistent=True)
                 stack.callback(lambda: vars(forward).pop("min"))
                 stack.callback(setattr, config, "choose", choose)
                 jax.clear_caches()

@@ -28,10 +28,18 @@ SAME_FORM = re.compile(
     r"scattered-d256|dense-d256|packed-d256|window-d256|float16-d128|gqa-8|mqa"
 )
 WIDE = [case for case in WIDE_CASES if not SAME_FORM.fullmatch(case.name)]
-NARROW = (
-    "few-queries query-lengths both-lengths-causal-end dense-heads offset-rows window-end "
-    "blocks custom nothing-visible scale-zero"
-).split()
+NARROW = [
+    "few-queries",
+    "query-lengths",
+    "both-lengths-causal-end",
+    "dense-heads",
+    "offset-rows",
+    "window-end",
+    "blocks",
+    "custom",
+    "nothing-visible",
+    "scale-zero",
+]
 HALVES = [
     in_half(case, dtype)
     for case, dtype in zip(CASES, itertools.cycle(("bfloat16", "float16")), strict=False)

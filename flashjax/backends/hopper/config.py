@@ -42,24 +42,51 @@ def padded(dim: int) -> int:
     return 16 if dim <= 16 else 32 if dim <= 32 else -(-dim // 64) * 64
 
 
-def choose(problem: Problem, scans: bool, steady_keys: int | None) -> Config:
+class Traits(NamedTuple):
+    """What of a call, beside its sizes, decides on a config.
+
+    Attributes:
+      scans: the loader looks for the visible tiles (see `walk`).
+      looks: it looks through V for what is not finite (see `hidden`).
+      pieces: tiles move in pieces (see `transfers`).
+      steady_keys: how many keys every query tile sees, None where they differ.
+    """
+
+    scans: bool
+    looks: bool
+    pieces: bool
+    steady_keys: int | None
+
+
+def choose(problem: Problem, traits: Traits) -> Config:
     """Return the config of a call.
 
     Each choice is the fastest of those that were measured: `backends/README.md` has them all.
-
-    Args:
-      problem: the call.
-      scans: whether the loader looks for the visible tiles (see `walk`).
-      steady_keys: how many keys every query tile sees, None where they differ.
     """
+    config = _fastest(problem, traits)
+    if traits.looks or traits.pieces:
+        # A loader that does more than load spills with the registers of one that does not.
+        config = config._replace(registers=BUSY_LOADER.get(config.registers, config.registers))
+    return config
+
+
+# Registers of a thread that computes and of one that loads: all that a block has, cut otherwise. Three
+# compute warpgroups have none to give: with 152 their products are serialized.
+BUSY_LOADER = {(240, 24): (224, 56)}
+
+
+def _fastest(problem: Problem, traits: Traits) -> Config:
     d, dv = padded(problem.head_dim), padded(problem.value_dim)
     keys, plain = problem.key_length, problem.mask is None
     # Where a query tile visits few key tiles, the loads of the next must run under its end. Blocks share
     # the query tiles evenly then, which is right where they are alike, or where there are very many.
-    few = not scans and (keys <= 1024 or (steady_keys is not None and steady_keys <= 2048))
+    steady = traits.steady_keys is not None and traits.steady_keys <= 2048
+    few = not traits.scans and (keys <= 1024 or steady)
     if max(d, dv) <= 64:
-        if few and keys <= 1024:
+        if few and keys <= 1024 and plain:
             return Config(stages=3, persistent=True)
+        if few and keys <= 1024:
+            return Config(block_k=64, warpgroups=4, stages=4, registers=(112, 32), persistent=True)
         return Config(warpgroups=3, registers=(160, 32), persistent=few)
     if dv <= 128 and d <= 192:
         if few and d <= 128:

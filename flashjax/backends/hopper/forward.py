@@ -160,7 +160,7 @@ class Rows(NamedTuple):
 
 def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[jax.Array, jax.Array]:
     """Compute ``(out [B, T, N, Dv], lse [B, N, T])``; see the module's docstring."""
-    config = config or configs.choose(problem, walk.scans(problem), walk.steady_keys(problem))
+    config = config or configs.choose(problem, _traits(problem))
     plan = Plan(problem, config, packing.kinds(problem.mask))
     rows = plan.count_q * plan.config.block_q
     keys = plan.count_k * plan.config.block_k
@@ -174,6 +174,20 @@ def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> t
     scale = inputs.scale.reshape(-1) if problem.scaled else None
     out, lse = _kernel(plan, rows)(Global(inputs.query, inputs.key, inputs.value, scale, operands, bounds))
     return out, lse[:, :, : problem.query_length]
+
+
+def _traits(problem: Problem) -> configs.Traits:
+    sides = (
+        (problem.query_length, problem.head_dim),
+        (problem.key_length, problem.head_dim),
+        (problem.key_length, problem.value_dim),
+    )
+    return configs.Traits(
+        scans=walk.scans(problem),
+        looks=hidden.possible(problem),
+        pieces=any(transfers.shape(1, ROWS, *side).split for side in sides),
+        steady_keys=walk.steady_keys(problem),
+    )
 
 
 def _kernel(plan: Plan, rows: int) -> Any:
