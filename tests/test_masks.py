@@ -20,7 +20,7 @@ from flashjax import (
     Segments,
     SlidingWindow,
 )
-from flashjax.masks import Sizes, from_arguments
+from flashjax.masks import Range, Sizes, from_arguments
 
 SHAPES = [(5, 11), (11, 5)]
 LARGE = 2**31 - 1
@@ -722,3 +722,94 @@ def test_picture_draws_the_row_and_head_that_is_asked_for():
     assert by_row.picture(1, 3, row=1) == "██·"
     assert (by_row & by_head).picture(1, 3, row=1, head=1) == "·█·"
     assert Causal(align="end").picture(2, 3, row=1, key_value_seq_lengths=np.array([3, 2])) == "█··\n██·"
+
+
+# ---- what the kernels ask of a mask ------------------------------------------------------------------
+
+SPANNED = [
+    Causal(),
+    Causal(offset=-5),
+    Causal(offset=jnp.array([-30, 4])),
+    Causal(align="end"),
+    SlidingWindow(4),
+    SlidingWindow(3, 7, offset=2),
+    SlidingWindow(None, 2),
+    SlidingWindow(jnp.array([2, 9]), None),
+    PrefixLM(6),
+    PrefixLM(jnp.array([0, 30])),
+    Lengths(9, 20),
+    Lengths(key_lengths=jnp.array([0, 17])),
+    Lengths(query_lengths=jnp.array([3, 40])),
+    Causal() & SlidingWindow(5, 5),
+    Causal(offset=-9) | Lengths(key_lengths=3),
+    SlidingWindow(2) | SlidingWindow(0, 4, offset=20),
+]
+
+
+@pytest.mark.parametrize("mask", SPANNED)
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_span_bounds_what_a_run_of_queries_sees(mask, rows):
+    t, s = 32, 27
+    seen = np.asarray(mask.dense(t, s, batch=2))[:, 0]
+    resolved = mask.resolve(Sizes(2, 1, t, s))
+    k = np.arange(s)
+    for b in range(2):
+        operands = {n: x.array[b % x.array.shape[0], 0, 0, 0] for n, x in resolved.operands().items()}
+        for q0 in range(0, t - rows + 1, 5):
+            q = Range(jnp.int32(q0), jnp.int32(q0 + rows - 1))
+            span = resolved.span(b, 0, q, **operands)
+            tile = seen[b, q0 : q0 + rows]
+            inside = lambda r: (k >= int(r.lo)) & (k <= int(r.hi))
+            assert not tile[:, ~inside(span.seen)].any()
+            assert tile[:, inside(span.whole)].all()
+
+
+@pytest.mark.parametrize(
+    "mask", [Causal(), SlidingWindow(3, 3), Causal() & SlidingWindow(4), PrefixLM(3), Lengths(9, 9)], ids=str
+)
+def test_span_is_not_vacuous(mask):
+    span = mask.resolve(Sizes(1, 1, 16, 16)).span(0, 0, Range(jnp.int32(5), jnp.int32(6)))
+    assert int(span.seen.hi) < 15
+    assert int(span.whole.hi) >= max(0, int(span.whole.lo))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [Segments(np.arange(8) // 3), BlockSparse([[True]], 8), ~Causal(), Causal() & Segments([0] * 8)],
+)
+def test_span_is_unknown_where_there_is_no_closed_form(mask):
+    resolved = mask.resolve(Sizes(1, 1, 8, 8))
+    operands = {name: x.array for name, x in resolved.operands().items()}
+    assert resolved.span(0, 0, Range(jnp.int32(0), jnp.int32(3)), **operands) is None
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        *SPANNED,
+        Segments(np.arange(32) // 5),
+        Segments(np.arange(32) // 5) & Causal(),
+        Segments(np.arange(32) // 5, np.arange(32) // 7),
+        SlidingWindow(3, offset=4),
+        SlidingWindow(4, offset=4),
+        SlidingWindow(9, 0, offset=-1),
+        SlidingWindow(9, 1, offset=-1),
+        ~Causal(offset=-1),
+        Causal(offset=-1) | SlidingWindow(0),
+    ],
+)
+def test_shows_own_is_said_only_where_it_is_true(mask):
+    own = np.asarray(mask.dense(32, batch=2))[:, 0].diagonal(axis1=1, axis2=2)
+    assert own.all() or not mask.resolve(Sizes(2, 1, 32, 32)).shows_own()
+
+
+def test_shows_own_knows_the_masks_of_self_attention():
+    ids = jnp.zeros(32, jnp.int32)
+    for mask in (Causal(), SlidingWindow(8), PrefixLM(jnp.array(3)), Segments(ids), Segments(ids) & Causal()):
+        assert mask.resolve(Sizes(1, 1, 32, 32)).shows_own()
+
+
+def test_segments_compare_by_value_whether_or_not_keys_are_given():
+    ids = np.arange(4) // 2
+    assert Segments(ids) == Segments(ids, ids.copy())
+    assert hash(Segments(ids)) == hash(Segments(ids, ids.copy()))

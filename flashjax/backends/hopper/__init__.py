@@ -62,6 +62,12 @@ def run_forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]
     return forward.forward(problem, inputs)
 
 
+def multiprocessors() -> int:
+    """Return how many multiprocessors the GPU has; those of an H100 SXM or H200 where none is here to ask."""
+    device = _default_device()
+    return device.core_count if device.platform in ("gpu", "cuda") else 132
+
+
 def _default_device() -> Any:
     device = jax.config.jax_default_device
     if isinstance(device, str):

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax import scores, softmax
+from flashjax.backends import hopper
 from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper import hidden, packing, reading, transfers, walk
 from flashjax.backends.hopper.config import ROWS, Config
@@ -193,7 +194,7 @@ def _traits(problem: Problem) -> configs.Traits:
 def _kernel(plan: Plan, rows: int) -> Any:
     problem, config = plan.problem, plan.config
     items = problem.batch * problem.heads * plan.count_q
-    blocks = min(items, 132) if config.persistent else items
+    blocks = min(items, hopper.multiprocessors()) if config.persistent else items
     stages, warpgroups = config.stages, config.warpgroups
     shapes = plan.shapes
     buffer = lambda *names: transfers.buffer(problem.dtype, *(shapes[n] for n in names))
