@@ -196,7 +196,7 @@ def _poison(arrays, call):
 @pytest.fixture(scope="module")
 def outcomes(request):
     """Return what was wrong with each run that is tested, and what the process printed if it ended early."""
-    own = [x for x in request.session.items if x.module is request.module]
+    own = [x for x in request.session.items if getattr(x, "module", None) is request.module]
     runs = [x.callspec.params["run"] for x in own]
     done = subprocess.run(
         [sys.executable, "-m", "tests.test_hopper_interpret", json.dumps(runs)],
