@@ -230,6 +230,25 @@ def _padded_keys(c: Case, rng: np.random.Generator) -> jax.Array:
     return jnp.arange(c.key_length) < jnp.asarray(rng.integers(1, c.key_length, (c.batch, 1, 1, 1)))
 
 
+def nearer(b, h, q, k, at, reach, alike):
+    """Let a query see keys that lie within its head's reach of its place, and those marked alike."""
+    return (abs(at - reach) < 0.5) | alike
+
+
+def _mixed_dtypes(c: Case, rng: np.random.Generator) -> CustomMask:
+    return CustomMask(
+        nearer,
+        at=Operand(jnp.asarray(rng.random((c.batch, c.key_length)), jnp.float32), "bk"),
+        reach=Operand(jnp.asarray(rng.random((c.heads, c.query_length)), jnp.float32), "hq"),
+        alike=Operand(jnp.asarray(rng.random(c.key_length) < 0.1), "k"),
+    )
+
+
+def _unsigned(c: Case, rng: np.random.Generator) -> Segments:
+    ids = jnp.asarray(rng.integers(2**32 - 3, 2**32, c.key_length), jnp.uint32)
+    return Segments(ids[: c.query_length], ids)
+
+
 # Shapes of a tensor-core kernel: several tiles of 64 to 192 queries by 64 to 128 keys, every head dim.
 WIDE_CASES = [
     *(wide(f"d{d}-causal", 320, d, options={"is_causal": True}) for d in (8, 24, 32, 40, 64, 128, 256)),
@@ -260,6 +279,8 @@ WIDE_CASES = [
     wide("dense-d256", (130, 200), 256, mask=_random_mask(2, 4, 130, 200)),
     wide("padding-d64", (300, 520), 64, batch=3, mask=_padded_keys),
     wide("composed-d128", 700, 128, mask=lambda c, rng: ~(_packed(c, rng) & SlidingWindow(70)) & Causal()),
+    wide("mixed-dtypes", (130, 200), 64, mask=_mixed_dtypes),
+    wide("unsigned-ids", (130, 200), 64, mask=_unsigned),
     wide("softcap-d128", 300, 128, options={"softcap": 20.0, "is_causal": True}),
     wide("scale-negative-d64", 300, 64, options={"scale": -0.1, "is_causal": True}),
     wide("many-tiles", (64, 20000), 64, batch=1, heads=1, mask=lambda c, rng: Causal(align="end")),

@@ -264,6 +264,8 @@ def test_refusal_names_operands_that_the_kernel_does_not_read():
         refusal(
             "operand 'far' has dtype int64; the kernel reads up to 32 bits", mask=CustomMask(far, far=wide)
         )
+    narrow = Operand(np.zeros(2, np.int8), "h")
+    refusal("operand '1.far' has dtype int8, and a CustomMask", mask=Causal() & CustomMask(far, far=narrow))
 
 
 SHIPPED = next(x for x in backends.BACKENDS if x.name == "hopper")

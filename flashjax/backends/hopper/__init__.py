@@ -47,12 +47,7 @@ def refusal(problem: Problem) -> str | None:
         return f"it multiplies exactly and adds in float32, and precision is {problem.precision!r}"
     from flashjax.backends.hopper import packing
 
-    if problem.mask is not None:
-        for name, operand in problem.mask.operands().items():
-            reason = packing.refusal(name, operand)
-            if reason is not None:
-                return reason
-    return None
+    return None if problem.mask is None else packing.refusal(problem.mask)
 
 
 def run_forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:

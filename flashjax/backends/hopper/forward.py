@@ -199,7 +199,7 @@ def _kernel(plan: Plan, rows: int) -> Any:
     shapes = plan.shapes
     buffer = lambda *names: transfers.buffer(problem.dtype, *(shapes[n] for n in names))
     cols = {
-        n: plgpu.SMEM((stages, config.block_k), jnp.int32) for n, k in plan.kinds.items() if k.form == "cols"
+        n: plgpu.SMEM((stages, config.block_k), k.dtype) for n, k in plan.kinds.items() if k.form == "cols"
     }
     full = lambda name, more=0: plgpu.Barrier(
         num_arrivals=shapes[name].copies + more, num_barriers=shapes[name].count

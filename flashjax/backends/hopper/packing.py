@@ -13,12 +13,12 @@ vector per row and head.
 `reading.Reader` reads them in the kernel.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from flashjax.masks import Mask, Operand
+from flashjax.masks import CustomMask, Mask, Operand
 
 WORD = 32
 
@@ -28,11 +28,13 @@ class Kind(NamedTuple):
 
     Attributes:
       form: "scalar", "rows", "cols" or "bits".
+      dtype: of the stored numbers.
       boolean: whether its numbers stand for booleans.
       entry: of "bits", how many queries share one row of words.
     """
 
     form: str
+    dtype: Any
     boolean: bool
     entry: int = 1
 
@@ -44,17 +46,27 @@ def form_of(operand: Operand) -> str:
     ]
 
 
-def refusal(name: str, operand: Operand) -> str | None:
-    """Say why the kernel cannot read an operand, or None."""
-    dtype = operand.array.dtype
-    if dtype.itemsize > 4:
-        return f"the mask's operand {name!r} has dtype {dtype}; the kernel reads up to 32 bits"
-    if form_of(operand) == "bits" and dtype != jnp.bool_:
-        return (
-            f"the mask's operand {name!r} has one {dtype} per query and key; the kernel reads only "
-            "booleans of that kind"
-        )
+def refusal(mask: Mask) -> str | None:
+    """Say why the kernel cannot read what a mask reads, or None."""
+    custom = any(isinstance(part, CustomMask) for part in _leaves(mask))
+    for name, operand in mask.operands().items():
+        dtype = operand.array.dtype
+        if dtype == jnp.bool_:
+            continue
+        what = f"the mask's operand {name!r}"
+        if dtype.itemsize > 4:
+            return f"{what} has dtype {dtype}; the kernel reads up to 32 bits"
+        if dtype.itemsize < 4 and custom:
+            # The kernel computes with 32 bits, a function of the user's might overflow or round with fewer.
+            return f"{what} has dtype {dtype}, and a CustomMask in the kernel computes with 32 bits"
+        if form_of(operand) == "bits":
+            return f"{what} has one {dtype} per query and key; the kernel reads only booleans of that kind"
     return None
+
+
+def _leaves(mask: Mask) -> list[Mask]:
+    parts = getattr(mask, "_parts", list)()
+    return [leaf for part in parts for leaf in _leaves(part)] if parts else [mask]
 
 
 def kinds(mask: Mask | None) -> dict[str, Kind]:
@@ -62,7 +74,9 @@ def kinds(mask: Mask | None) -> dict[str, Kind]:
     if mask is None:
         return {}
     return {
-        name: Kind(form_of(operand), operand.array.dtype == jnp.bool_, operand.block[0])
+        name: Kind(
+            form_of(operand), stored(operand.array.dtype), operand.array.dtype == jnp.bool_, operand.block[0]
+        )
         for name, operand in mask.operands().items()
     }
 
@@ -83,7 +97,7 @@ def pack(operand: Operand, queries: int, keys: int, query_length: int, key_lengt
     x = operand.array
     if form == "bits":
         return _words(operand, queries, keys, key_length)
-    x = widen(x)
+    x = x.astype(stored(x.dtype))
     if form == "scalar":
         return x[:, :, 0, 0]
     axis, length, padded = (2, query_length, queries) if form == "rows" else (3, key_length, keys)
@@ -94,11 +108,11 @@ def pack(operand: Operand, queries: int, keys: int, query_length: int, key_lengt
     return jnp.pad(x, ((0, 0), (0, 0), (0, padded - length)))
 
 
-def widen(x: jax.Array) -> jax.Array:
-    """Convert to 32 bits, booleans to 0 and 1."""
-    if x.dtype == jnp.uint32:
-        return x
-    return x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
+def stored(dtype: Any) -> Any:
+    """Return the dtype of 32 bits that stands for another; booleans become 0 and 1."""
+    if dtype == jnp.uint32:
+        return jnp.uint32
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
 def _words(operand: Operand, queries: int, keys: int, key_length: int) -> jax.Array:

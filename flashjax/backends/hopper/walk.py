@@ -107,7 +107,7 @@ def bounds(mask: Mask, problem: Problem, config: Config) -> dict[str, Range]:
 
     def stored(x):
         missing = size * chunks - x.shape[3] if x.shape[3] > 1 or blocks.count_k == 1 else 0
-        return jnp.pad(packing.widen(x), ((0, 0), (0, 0), (0, 0), (0, missing)))
+        return jnp.pad(x.astype(packing.stored(x.dtype)), ((0, 0), (0, 0), (0, 0), (0, missing)))
 
     return {name: Range(*(stored(x) for x in pair)) for name, pair in tiles.summarize(mask, blocks).items()}
 
