@@ -1,6 +1,7 @@
 """What the README shows is true: its Python blocks run, and its files exist."""
 
 import doctest
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import flashjax
+from benchmarks import plot
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -43,3 +45,11 @@ def test_import_flashjax_does_not_import_flax():
     code = f"import flashjax, sys; print([m for m in {absent} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=lambda p: p.stem)
+def test_readme_shows_the_figures_of_the_record(path):
+    lines = plot.table(json.loads(path.read_text())).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert rows
+    assert [row for row in rows if row not in README] == []
