@@ -57,6 +57,11 @@ class Traits(NamedTuple):
     pieces: bool
     steady_keys: int | None
 
+    @property
+    def busy(self) -> bool:
+        """Whether the loader does more than load whole tiles."""
+        return self.looks or self.pieces
+
 
 def choose(problem: Problem, traits: Traits) -> Config:
     """Return the config of a call.
@@ -64,7 +69,7 @@ def choose(problem: Problem, traits: Traits) -> Config:
     Each choice is the fastest of those that were measured: `backends/README.md` has them all.
     """
     config = _fastest(problem, traits)
-    if traits.looks or traits.pieces:
+    if traits.busy:
         # A loader that does more than load spills with the registers of one that does not.
         config = config._replace(registers=BUSY_LOADER.get(config.registers, config.registers))
     return config
@@ -91,6 +96,8 @@ def _fastest(problem: Problem, traits: Traits) -> Config:
     if dv <= 128 and d <= 192:
         if few and d <= 128:
             return Config(persistent=True, auto_barriers=plain and keys > 1024)
-        long = keys >= 4096 and d <= 128 and (plain or isinstance(problem.mask, Causal))
+        # Key tiles of 192 need all registers that a thread may have.
+        roomy = d <= 128 and not traits.busy
+        long = roomy and keys >= 4096 and (plain or isinstance(problem.mask, Causal))
         return Config(block_k=192 if long else 128)
     return Config(block_k=64, auto_barriers=True, wait_early=not plain)
