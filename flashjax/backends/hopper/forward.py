@@ -56,6 +56,7 @@ class Plan(NamedTuple):
     """What the kernel knows when it is traced."""
 
     problem: Problem
+    traits: configs.Traits
     config: Config
     kinds: dict[str, packing.Kind]
 
@@ -161,8 +162,8 @@ class Rows(NamedTuple):
 
 def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[jax.Array, jax.Array]:
     """Compute ``(out [B, T, N, Dv], lse [B, N, T])``; see the module's docstring."""
-    config = config or configs.choose(problem, _traits(problem))
-    plan = Plan(problem, config, packing.kinds(problem.mask))
+    traits = _traits(problem)
+    plan = Plan(problem, traits, config or configs.choose(problem, traits), packing.kinds(problem.mask))
     rows = plan.count_q * plan.config.block_q
     keys = plan.count_k * plan.config.block_k
     operands, bounds = {}, {}
@@ -171,7 +172,7 @@ def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> t
             name: packing.pack(x, rows, keys, problem.query_length, problem.key_length)
             for name, x in inputs.mask.operands().items()
         }
-        bounds = walk.bounds(inputs.mask, problem, plan.config)
+        bounds = walk.bounds(inputs.mask, problem, plan.config) if traits.scans else {}
     scale = inputs.scale.reshape(-1) if problem.scaled else None
     out, lse = _kernel(plan, rows)(Global(inputs.query, inputs.key, inputs.value, scale, operands, bounds))
     return out, lse[:, :, : problem.query_length]
@@ -192,7 +193,7 @@ def _traits(problem: Problem) -> configs.Traits:
 
 
 def _kernel(plan: Plan, rows: int) -> Any:
-    problem, config = plan.problem, plan.config
+    problem, traits, config = plan.problem, plan.traits, plan.config
     items = problem.batch * problem.heads * plan.count_q
     blocks = min(items, hopper.multiprocessors()) if config.persistent else items
     stages, warpgroups = config.stages, config.warpgroups
@@ -212,18 +213,18 @@ def _kernel(plan: Plan, rows: int) -> Any:
         o=buffer("o") if plan.own_output else None,
         lse=plgpu.SMEM((warpgroups, ROWS), jnp.float32),
         cols=cols,
-        tile=plgpu.SMEM((stages,), jnp.int32) if walk.scans(problem) else None,
-        count=plgpu.SMEM((1,), jnp.int32) if walk.scans(problem) else None,
+        tile=plgpu.SMEM((stages,), jnp.int32) if traits.scans else None,
+        count=plgpu.SMEM((1,), jnp.int32) if traits.scans else None,
     )
     barriers = Barriers(
         q_full=full("q"),
         q_empty=plgpu.Barrier(num_barriers=warpgroups),
         k_full=full("k", len(cols)),
         k_empty=empty,
-        v_full=plgpu.Barrier(num_barriers=stages) if hidden.possible(problem) else full("v"),
+        v_full=plgpu.Barrier(num_barriers=stages) if traits.looks else full("v"),
         v_empty=empty,
-        v_landed=full("v") if hidden.possible(problem) else None,
-        count_full=plgpu.Barrier() if walk.scans(problem) else None,
+        v_landed=full("v") if traits.looks else None,
+        count_full=plgpu.Barrier() if traits.scans else None,
     )
 
     def body(inputs, out, lse, shared, barriers):
@@ -259,7 +260,7 @@ def _kernel(plan: Plan, rows: int) -> Any:
             approx_math=True,
             unsafe_no_auto_barriers=not config.auto_barriers,
             # Only the loader reduces over warps, and only where it looks at tiles or at their values.
-            **({} if walk.scans(problem) or hidden.possible(problem) else {"reduction_scratch_bytes": 0}),
+            **({} if traits.scans or traits.looks else {"reduction_scratch_bytes": 0}),
         ),
         grid=(blocks,),
         grid_names=("block",),

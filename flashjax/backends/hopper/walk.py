@@ -100,8 +100,6 @@ def steady_keys(problem: Problem) -> int | None:
 
 def bounds(mask: Mask, problem: Problem, config: Config) -> dict[str, Range]:
     """Bound every operand in every tile, where the loader scans: int32 or float ``[b, h, i, tiles]``."""
-    if not scans(problem):
-        return {}
     blocks = tiles.Blocks(problem.query_length, problem.key_length, config.block_q, config.block_k)
     size, chunks = _chunks(blocks.count_k)
 
@@ -130,7 +128,7 @@ def drive(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any)
     Returns:
       How many tiles there were.
     """
-    if scans(plan.problem):
+    if plan.traits.scans:
         return _scan(plan, inputs, item, load, publish, look)
     run = _run(plan, inputs, item, item.i * plan.config.block_q, plan.config.block_q)
     count = run.end - run.first
@@ -229,7 +227,7 @@ def _keys(plan: Any, inputs: Any, item: Any, chunk: Any) -> jax.Array:
 
 def follow(plan: Any, inputs: Any, item: Any, q0: Any, count: Any) -> Visit:
     """Say which tiles the warpgroup of queries q0.. computes."""
-    if scans(plan.problem):
+    if plan.traits.scans:
         return Visit(count, jnp.int32(0), count, False, None)
     block = _run(plan, inputs, item, item.i * plan.config.block_q, plan.config.block_q)
     count = block.end - block.first
