@@ -1,6 +1,7 @@
 """The calls that tests, benchmarks and tuning share: one list, every feature, adversarial sizes."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +208,12 @@ def in_half(case: Case, dtype: str) -> Case:
         head_dim=_multiple_of_8(case.head_dim),
         value_dim=_multiple_of_8(case.value_dim),
     )
+
+
+# Every case in half precision, the two dtypes in turn.
+HALVES = [
+    in_half(case, dtype) for case, dtype in zip(CASES, itertools.cycle(("bfloat16", "float16")), strict=False)
+]
 
 
 def wide(name: str, lengths: int | tuple[int, int], dim: int | tuple[int, int], **fields) -> Case:

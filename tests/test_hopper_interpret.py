@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from flashjax import BlockSparse, Causal, Segments, backends, flash_attention
-from flashjax.backends import hopper, xla
+from flashjax import BlockSparse, Causal, Segments, flash_attention
+from flashjax.backends import hopper
 from tests import budget
+from tests.anywhere import offer
 from tests.cases import CASES, WIDE_CASES, case, in_half
 
 ROOT = Path(__file__).parents[1]
@@ -141,8 +142,7 @@ def interpret(runs):
     from flashjax.backends.hopper import config
 
     cases = {c.name: c for c in INTERPRETED}
-    backend = backends.Backend("hopper-anywhere", hopper.refusal, hopper.run_forward, xla.backward, False)
-    backends.BACKENDS = (*backends.BACKENDS, backend)
+    offer()
     choose = config.choose
     for name, kind in runs:
         faulthandler.dump_traceback_later(LIMIT, exit=True)

@@ -1,7 +1,6 @@
 """The Hopper kernels without a GPU: what lowers for CUDA and to what, and what is refused in which words."""
 
 import functools
-import itertools
 import re
 import types
 
@@ -12,15 +11,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flashjax import Causal, CustomMask, Operand, Segments, backends, flash_attention
-from flashjax.backends import hopper, xla
-from tests.cases import CASES, WIDE_CASES, in_half
+from flashjax.backends import hopper
+from tests.anywhere import ANYWHERE, offer
+from tests.cases import HALVES, WIDE_CASES
 
 old_jax = jax.__version_info__ < hopper.NEEDS_JAX
 needs_kernel = pytest.mark.skipif(old_jax, reason=f"the kernel needs jax 0.11, and this is {jax.__version__}")
-
-ANYWHERE = backends.Backend(
-    "hopper-anywhere", hopper.refusal, hopper.run_forward, xla.backward, automatic=False
-)
 
 # One case of each form of the kernel: a second or more goes into each. On a GPU all run.
 SAME_FORM = re.compile(
@@ -40,10 +36,10 @@ NARROW = [
     "nothing-visible",
     "scale-zero",
 ]
-HALVES = [
-    in_half(case, dtype)
-    for case, dtype in zip(CASES, itertools.cycle(("bfloat16", "float16")), strict=False)
-    if case.name in NARROW or case.bias is not None or "dropout_rate" in case.options
+FORMS = [
+    case
+    for case in HALVES
+    if case.name.rpartition("-")[0] in NARROW or case.bias is not None or "dropout_rate" in case.options
 ]
 REFUSED = {"bias": "it has no bias yet", "dropout": "it has no dropout yet"}
 
@@ -52,7 +48,7 @@ REFUSED = {"bias": "it has no bias yet", "dropout": "it has no dropout yet"}
 def hopper_anywhere(small_tiles):
     """Offer ``implementation="hopper-anywhere"``: the Hopper backend, whatever the device."""
     shipped = backends.BACKENDS
-    backends.BACKENDS = (*shipped, ANYWHERE)
+    offer()
     yield
     backends.BACKENDS = shipped
 
@@ -88,7 +84,7 @@ def refused(case) -> str | None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("case", [*HALVES, *WIDE], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*FORMS, *WIDE], ids=lambda c: c.name)
 def test_hopper_lowers_what_it_does_not_refuse(case):
     arrays, options = case.arguments()
     static = {n: x for n, x in options.items() if isinstance(x, bool | int | float | tuple)}
