@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.plot import BASELINE
 from flashjax import Segments, SlidingWindow, flash_attention, masks, tiles
 
 SCORES_LIMIT = 8e9  # bytes of float32 scores up to which attention that stores them takes part
@@ -261,7 +262,6 @@ class Contender(NamedTuple):
 
 
 OURS = "flashjax"
-BASELINE = "cuDNN"
 CONTENDERS = {
     OURS: Contender(flashjax),
     BASELINE: Contender(cudnn),
