@@ -22,7 +22,8 @@ is not a number; the pivot that is subtracted is therefore 0 in that case, which
 Everything here is plain arithmetic on values: the same lines run under ``jax.jit`` and inside a kernel.
 
 Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), algorithm 3; Dao et
-al., "FlashAttention" (2022), section 3.1; Dao, "FlashAttention-2" (2023), section 3.1.
+al., "FlashAttention" (2022), section 3.1; Dao, "FlashAttention-2" (2023), section 3.1; the slack:
+FlashAttention-4 (2025).
 """
 
 from collections.abc import Callable
@@ -50,6 +51,7 @@ def step(
     unit: float = 1.0,
     exp: Callable = jnp.exp,
     total: Callable = lambda p: jnp.sum(p, axis=-1),
+    slack: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Take one block of logits into the running maximum and sum.
 
@@ -61,6 +63,9 @@ def step(
         and folds the scale and ``log2(e)`` in here.
       exp: the exponential: ``jnp.exp2`` where ``unit`` holds ``log2(e)``.
       total: sums ``p`` over its keys. Where it leaves several partial sums, ``l`` has as many in a last axis.
+      slack: leave ``m`` where it is while no logit is larger by more than this, in the same unit. ``m`` is
+        then a lower bound of the maximum, as good for everything that follows, weights go up to
+        ``exp(slack)``, and ``alpha`` is exactly 1 nearly always: a caller may skip what it scales.
 
     Returns:
       ``(p, alpha, m_new, l_new)``: the block's weights relative to ``m_new`` in the shape of ``s``, the
@@ -73,7 +78,8 @@ def step(
       >>> print(f"{float(m[0]):.0f} {float(l[0]):.3f}")
       2 1.368
     """
-    m_new = jnp.maximum(m, jnp.max(s, axis=-1) * unit)
+    largest = jnp.max(s, axis=-1) * unit
+    m_new = jnp.where(largest > m + slack, largest, m) if slack else jnp.maximum(m, largest)
     pivot = pivot_of(m_new)
     alpha = exp(m - pivot)
     p = exp(s * unit - spread(pivot, s))

@@ -8,11 +8,14 @@ Test-only, on jax's private API. What is added:
   a buffer handed back between the two is a race;
 - views of one buffer in a `plgpu.RefUnion` of which one cuts the other in pieces (but not races between
   views: jax takes all tiles of a union for one);
+- the kernels' own inline code (`flashjax.backends.hopper.intrinsics`): the vote, and the counter, of which
+  there is one in all that is interpreted; that warpgroups take turns decides on speed alone and is left out;
 - ends of kernels at which nobody has waited for the last arrivals (jax 0.12 allows that already).
 """
 
 import contextlib
 import functools
+import itertools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +23,9 @@ from typing import Any
 import jax
 import jax.experimental
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import numpy as np
+from jax._src.pallas import primitives as pallas_primitives
 from jax._src.pallas.mosaic_gpu import core, primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, params, shared_memory
 from jax._src.state import discharge, indexing
@@ -35,7 +40,9 @@ _stock_deallocate = shared_memory.Barrier.deallocate
 
 @contextlib.contextmanager
 def interpreted(**options: Any) -> Iterator[None]:
-    """Run Mosaic GPU kernels that are traced inside in the interpreter; raise where it found a race."""
+    """Run a Mosaic GPU kernel that is traced inside in the interpreter; raise where it found a race."""
+    global _numbers
+    _numbers = itertools.count()
     changes = [
         (Interpreter, "interpret", _interpret),
         (jaxpr_interpret, "resolve_ref", _resolve),
@@ -229,7 +236,33 @@ def _run_state(self: Any, equation: Any, token: Any, inputs: Any, flight: list) 
     return token, outputs
 
 
+# ---- inline code -----------------------------------------------------------------------------------
+
+
+def _inline(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> Any:
+    name = equation.params["mgpu_fn"].__name__
+    if name == "vote":
+        x, *y = inputs
+        return token, [(jnp.any(x != 0) | jnp.any(y[0] < 0 if y else False)).astype(jnp.int32)]
+    if name == "fetch_add":
+        result = gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct((), jnp.int32)
+        take = lambda token: (token, np.int32(next(_numbers)))
+        token, number = jax.experimental.io_callback(take, result, token)
+        return token, [number]
+    assert name in ("wait", "arrive"), name
+    return token, []
+
+
+def _counter(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> Any:
+    return token, [jnp.int32(0)]
+
+
+_numbers = itertools.count()
+
+
 _OWN = {
+    primitives.inline_mgpu_p: _inline,
+    pallas_primitives.get_global_p: _counter,
     discharge.run_state_p: _run_state,
     primitives.wgmma_accumulator_store_p: _store_accumulator,
     primitives.wgmma_accumulator_deref_p: _load_accumulator,

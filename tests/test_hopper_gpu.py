@@ -44,7 +44,9 @@ def _check(case, got, arrays, options):
 
 
 @pytest.mark.parametrize("case", [*DONE, *WIDE_CASES], ids=lambda c: c.name)
-def test_hopper_stays_within_error_budget(case):
+def test_hopper_stays_within_error_budget(case, monkeypatch):
+    # As on a GPU of two processors, so that a block computes several query tiles.
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 2)
     arrays, options = case.arguments()
     _check(case, _forward(arrays, _hopper(options)), arrays, options)
 
@@ -96,9 +98,10 @@ def test_hopper_passes_visible_nan_on():
     assert jnp.isnan(out[0, 150:]).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": Segments(jnp.arange(1024) // 300)}])
-def test_hopper_repeats_bit_for_bit(options):
-    q, k, v = (_normal(4, 1024, 8, 128, seed=n) for n in range(3))
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": Segments(jnp.arange(2048) // 300)}])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_hopper_repeats_bit_for_bit(options, dim):
+    q, k, v = (_normal(4, 2048, 8, dim, seed=n) for n in range(3))
     call = jax.jit(lambda *a: flash_attention(*a, **options, implementation="hopper", return_residual=True))
     first = jax.tree.map(np.asarray, call(q, k, v))
     for _ in range(20):

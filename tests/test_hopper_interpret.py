@@ -93,7 +93,7 @@ INTERPRETED = [
     small("d192-128", 72, 72),
     same("d24-causal", 70),
     same("d8-causal", 70),
-    small("d64-odd", 67, 261),
+    small("d64-odd", 67, 261, heads=3),
     small("t1"),
     small("s1", 66),
     small("s129", 66),
@@ -122,14 +122,16 @@ INTERPRETED = [
     small("scale-negative-d64", 66, 66),
 ]
 
-# Names of cases that are also run by blocks that take one query tile after another.
-PERSISTENT = ["d128-full", "window-d64", "d64-odd", "sees-little"]
+# Names of cases that are also run by blocks that take one query tile after another: by number, from a queue.
+STATIC = ["d64-odd", "documents", "sees-little"]
+QUEUE = ["d64-odd", "documents", "sees-little", "custom-bfloat16"]
 # Names of cases with NaN in the keys and values that no query sees.
 POISONED = ["lengths-d128", "sees-little", "two-chunks-of-tiles", "dead-keys"]
 
 RUNS = [
     *((c.name, "plain") for c in INTERPRETED),
-    *((name, "persistent") for name in PERSISTENT),
+    *((name, "static") for name in STATIC),
+    *((name, "queue") for name in QUEUE),
     *((name, "poisoned") for name in POISONED),
 ]
 
@@ -139,29 +141,42 @@ RUNS = [
 
 def interpret(runs):
     """Run cases in the interpreter, and print a line of JSON for each: what was wrong, or an empty string."""
-    from flashjax.backends.hopper import config
+    from flashjax.backends.hopper import config, schedule
 
     cases = {c.name: c for c in INTERPRETED}
     offer()
-    choose = config.choose
+    choose, items = config.choose, schedule.items
     for name, kind in runs:
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         with contextlib.ExitStack() as stack:
-            if kind == "persistent":
+            if kind in ("static", "queue"):
                 # As on a GPU with two processors, so that a block has several query tiles.
                 stack.callback(setattr, hopper, "multiprocessors", hopper.multiprocessors)
                 hopper.multiprocessors = lambda: 2
-                config.choose = lambda *args: choose(*args)._replace(persistent=True)
+                stack.callback(setattr, schedule, "items", items)
+                schedule.items = _counting(items, counts := [])
+                config.choose = lambda *args: choose(*args)._replace(schedule=kind)  # noqa: B023
                 stack.callback(setattr, config, "choose", choose)
                 jax.clear_caches()
                 stack.callback(jax.clear_caches)
             try:
                 _check(cases[name], kind == "poisoned")
+                assert kind not in ("static", "queue") or min(counts) > 2, "no block has two query tiles"
                 wrong = ""
             except Exception:
                 wrong = traceback.format_exc()
         print(json.dumps({"run": [name, kind], "wrong": wrong}), flush=True)
     faulthandler.cancel_dump_traceback_later()
+
+
+def _counting(items, counts):
+    """Return ``items``, which also notes what it returns."""
+
+    def count(plan):
+        counts.append(items(plan))
+        return counts[-1]
+
+    return count
 
 
 def _check(case, poisoned):

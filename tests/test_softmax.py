@@ -27,14 +27,14 @@ def direct(s, v):
     return np.where(l > 0, p / np.where(l > 0, l, 1), 0) @ v, lse
 
 
-@functools.partial(jax.jit, static_argnums=2, compiler_options={"xla_backend_optimization_level": 0})
-def online(s, v, sizes):
+@functools.partial(jax.jit, static_argnums=(2, 3), compiler_options={"xla_backend_optimization_level": 0})
+def online(s, v, sizes, slack=0.0):
     """Return ``(out, lse)`` by steps over blocks of keys of the given sizes."""
     rows = s.shape[:-1]
     m, l = jnp.full(rows, -jnp.inf, s.dtype), jnp.zeros(rows, s.dtype)
     acc, start = jnp.zeros((*rows, v.shape[-1]), s.dtype), 0
     for size in sizes:
-        p, alpha, m, l = softmax.step(m, l, s[..., start : start + size])
+        p, alpha, m, l = softmax.step(m, l, s[..., start : start + size], slack=slack)
         acc = alpha[..., None] * acc + jnp.matmul(p, v[start : start + size], precision="highest")
         start += size
     inverse, lse = softmax.finish(m, l)
@@ -47,28 +47,31 @@ def draw(seed=0, scale=1.0):
     return s.astype(np.float32), rng.normal(size=(KEYS, DIM)).astype(np.float32)
 
 
+SLACKS = [0.0, 2.0]
 SPLITS = [(24,), (8, 8, 8), (1, 1, 1, 21), (5, 12, 7), (23, 1)]
 
 
+@pytest.mark.parametrize("slack", SLACKS)
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
-def test_step_over_blocks_equals_the_softmax_of_the_row(sizes):
+def test_step_over_blocks_equals_the_softmax_of_the_row(sizes, slack):
     for scale in (0.0, 1.0, 30.0):
         s, v = draw(1, scale)
-        out, lse = online(s, v, sizes)
+        out, lse = online(s, v, sizes, slack)
         wanted_out, wanted_lse = direct(s, v)
         np.testing.assert_allclose(out, wanted_out, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("slack", SLACKS)
 @pytest.mark.parametrize("sizes", SPLITS, ids=str)
-def test_step_passes_over_masked_logits(sizes):
+def test_step_passes_over_masked_logits(sizes, slack):
     s, v = draw(2)
     s[0] = -np.inf  # an empty row
     s[1, :12] = -np.inf  # blocks at the start, at the end and in the middle that show nothing
     s[2, 12:] = -np.inf
     s[3, 5:17] = -np.inf
     s[4, np.arange(KEYS) != 7] = -np.inf
-    out, lse = online(s, v, sizes)
+    out, lse = online(s, v, sizes, slack)
     wanted_out, wanted_lse = direct(s, v)
     np.testing.assert_allclose(out, wanted_out, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-6)
@@ -78,8 +81,9 @@ def test_step_passes_over_masked_logits(sizes):
 
 
 @pytest.mark.parametrize("size", [1e30, -1e30, 6e4, -6e4, 3e38, -3e38])
+@pytest.mark.parametrize("slack", SLACKS)
 @pytest.mark.parametrize("sizes", [(24,), (5, 12, 7)], ids=str)
-def test_step_takes_huge_logits(size, sizes):
+def test_step_takes_huge_logits(size, sizes, slack):
     s, v = draw(3)
     s[0] = size
     s[1, 3] = size
@@ -87,11 +91,24 @@ def test_step_takes_huge_logits(size, sizes):
     s[3, ::2] = size
     s[4] = -np.inf
     s[4, 20] = size
-    out, lse = online(s, v, sizes)
+    out, lse = online(s, v, sizes, slack)
     wanted_out, wanted_lse = direct(s, v)
     np.testing.assert_allclose(out, wanted_out, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6)
     np.testing.assert_array_equal(out[4], v[20])
+
+
+def test_step_moves_the_maximum_only_beyond_the_slack():
+    m, l = np.zeros(4, np.float32), np.ones(4, np.float32)
+    s = np.array([[-9, 1.5], [-9, 2.5], [-np.inf, -np.inf], [-9, np.nan]], np.float32)
+    p, alpha, new, _ = map(np.asarray, softmax.step(m, l, s, slack=2.0))
+    np.testing.assert_array_equal(new[:3], [0, 2.5, 0])
+    assert alpha[0] == alpha[2] == 1
+    np.testing.assert_allclose(alpha[1], np.exp(-2.5), rtol=1e-6)
+    np.testing.assert_allclose(p[:2, 1], [np.exp(1.5), 1], rtol=1e-6)
+    assert np.isnan(p[3, 1])
+    first = softmax.step(np.full(4, -np.inf, np.float32), 0 * l, s, slack=2.0)
+    np.testing.assert_array_equal(np.asarray(first[2])[:3], [1.5, 2.5, -np.inf])
 
 
 def test_step_follows_the_worked_example():

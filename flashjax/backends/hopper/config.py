@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-from flashjax.masks import Causal
+import jax
+
+from flashjax.masks import SlidingWindow
 from flashjax.problem import Problem
 
 ROWS = 64  # queries of one warpgroup: the height of a wgmma
@@ -16,20 +18,22 @@ class Config(NamedTuple):
       warpgroups: compute warpgroups of a block, 64 queries each.
       stages: tiles of K and of V in flight.
       registers: of a thread that computes, and of one that loads.
-      auto_barriers: whether the compiler puts a warpgroup barrier at each hazard that it suspects.
       wait_early: wait for the next tile of K before the wait for P·V, which keeps the compiler from
         moving that wait above the exponentials.
-      persistent: let each block take query tiles until none is left, so that the next one's loads
-        run under the end of this one.
+      schedule: how blocks share the query tiles: "blocks", "static" or "queue" (see `schedule`).
+      sums_first: add up the row sums before the wait for P·V. The compiler puts them after it otherwise, or
+        between the exponentials, as it finds best.
+      ordered: let warpgroups issue their products in turn.
     """
 
     block_k: int = 128
     warpgroups: int = 2
     stages: int = 2
     registers: tuple[int, int] = (240, 24)
-    auto_barriers: bool = False
     wait_early: bool = True
-    persistent: bool = False
+    schedule: str = "blocks"
+    sums_first: bool = True
+    ordered: bool = True
 
     @property
     def block_q(self) -> int:
@@ -49,13 +53,11 @@ class Traits(NamedTuple):
       scans: the loader looks for the visible tiles (see `walk`).
       looks: it looks through V for what is not finite (see `hidden`).
       pieces: tiles move in pieces (see `transfers`).
-      steady_keys: how many keys every query tile sees, None where they differ.
     """
 
     scans: bool
     looks: bool
     pieces: bool
-    steady_keys: int | None
 
     @property
     def busy(self) -> bool:
@@ -83,21 +85,30 @@ BUSY_LOADER = {(240, 24): (224, 56)}
 def _fastest(problem: Problem, traits: Traits) -> Config:
     d, dv = padded(problem.head_dim), padded(problem.value_dim)
     keys, plain = problem.key_length, problem.mask is None
-    # Where a query tile visits few key tiles, the loads of the next must run under its end. Blocks share
-    # the query tiles evenly then, which is right where they are alike, or where there are very many.
-    steady = traits.steady_keys is not None and traits.steady_keys <= 2048
-    few = not traits.scans and (keys <= 1024 or steady)
+    # The loads of a query tile must run under the end of the one before where it visits few key tiles; and
+    # blocks must not share the query tiles by number where these differ.
+    schedule = "queue" if traits.scans or (keys > 1024 and not plain) else "static"
     if max(d, dv) <= 64:
-        if few and keys <= 1024 and plain:
-            return Config(stages=3, persistent=True)
-        if few and keys <= 1024:
-            return Config(block_k=64, warpgroups=4, stages=4, registers=(112, 32), persistent=True)
-        return Config(warpgroups=3, registers=(160, 32), persistent=few)
+        if keys <= 1024 or (keys <= 2048 and not plain):
+            small = Config(block_k=64, warpgroups=4, stages=4, registers=(112, 32))
+            return small._replace(schedule=schedule, sums_first=False)
+        large = Config(warpgroups=3, registers=(160, 32))
+        if traits.scans:
+            # With key tiles of 128 it spills.
+            return large._replace(block_k=64, stages=4, schedule=schedule, sums_first=False)
+        if not plain:
+            return large._replace(stages=3, schedule=schedule, sums_first=False)
+        return large._replace(stages=3, ordered=False) if keys > 4096 else large._replace(schedule=schedule)
+    if max(d, dv) <= 128:
+        if plain and keys >= 4096 and not traits.busy:
+            return Config(block_k=192)  # needs all registers that a thread may have
+        # In a window the warpgroups of a block see the fewest tiles in common.
+        return Config(schedule=schedule, ordered=not _windowed(problem))
     if dv <= 128 and d <= 192:
-        if few and d <= 128:
-            return Config(persistent=True, auto_barriers=plain and keys > 1024)
-        # Key tiles of 192 need all registers that a thread may have.
-        roomy = d <= 128 and not traits.busy
-        long = roomy and keys >= 4096 and (plain or isinstance(problem.mask, Causal))
-        return Config(block_k=192 if long else 128)
-    return Config(block_k=64, auto_barriers=True, wait_early=not plain)
+        return Config()
+    return Config(block_k=64, wait_early=not plain)
+
+
+def _windowed(problem: Problem) -> bool:
+    parts = jax.tree.leaves(problem.mask, is_leaf=lambda x: isinstance(x, SlidingWindow))
+    return any(isinstance(x, SlidingWindow) for x in parts)

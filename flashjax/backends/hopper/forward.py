@@ -1,15 +1,14 @@
 """The forward kernel: FlashAttention on Hopper's tensor cores, in Pallas Mosaic GPU.
 
-Work partition. A block computes ``64 * warpgroups`` queries of one head: each compute warpgroup owns 64 of
-them, and one more warpgroup loads. Blocks count heads fastest, so that neighbours read the same K and V
-from L2, and query tiles from the last to the first, so that causal work goes from heavy to light.
+Work partition. A block computes ``64 * warpgroups`` queries of one head at a time: each compute warpgroup
+owns 64 of them, and one more warpgroup loads. Which block computes which, and when: `schedule`.
 
 Within a compute warpgroup, tile n:
 
     issue S = Q Kᵀ of tile n          tensor cores, asynchronous
     issue O += P V of tile n - 1      likewise
     wait for S; mask; softmax         runs under P V
-    wait for P V; rescale O
+    wait for P V; rescale O           only where the row maximum grew by more than 2**8
 
 Barriers, each an array over stages or warpgroups (full: loader to compute, empty: compute to loader):
 
@@ -17,7 +16,8 @@ Barriers, each an array over stages or warpgroups (full: loader to compute, empt
     k_full, k_empty    a stage of K, with the mask's vectors over keys and the tile's number
     v_full, v_empty    a stage of V
     v_landed           a stage of V, before the loader has looked through it (see `hidden`)
-    count_full         the number of tiles to visit, where the loader finds them (see `walk`)
+    order_full, order_empty
+                       what comes next, where only the loader knows it (see `schedule`)
 
 Shared memory, in bytes, with padded head dims D and Dv: Q and O share 128 * warpgroups * max(D, Dv), or have
 128 * warpgroups * D and * Dv in a persistent kernel; K and V take 2 * stages * block_k * (D + Dv); lse 256 a
@@ -26,9 +26,11 @@ warpgroup; the mask's vectors over keys 4 * stages * block_k each. A block may h
 Rows beyond T and keys beyond S are zeros that the TMA fills in, and are clipped when stored; keys beyond
 S are masked. Head dims are padded in shared memory only, by the same zero fill.
 
-Source: Shah et al., "FlashAttention-3" (2024), algorithm 2; Dao, "FlashAttention-2" (2023).
+Source: Shah et al., "FlashAttention-3" (2024), algorithm 2 and section 3.1 (warpgroups in turn); Dao,
+"FlashAttention-2" (2023); rescaling only where it is due: FlashAttention-4 (2025).
 """
 
+import contextlib
 import functools
 import math
 from typing import Any, NamedTuple
@@ -42,13 +44,14 @@ from jax import lax
 from flashjax import scores, softmax
 from flashjax.backends import hopper
 from flashjax.backends.hopper import config as configs
-from flashjax.backends.hopper import hidden, packing, reading, transfers, walk
+from flashjax.backends.hopper import hidden, intrinsics, packing, reading, schedule, transfers, walk
 from flashjax.backends.hopper.config import ROWS, Config
 from flashjax.problem import Inputs, Problem
 
 WGMMA = plgpu.Layout.WGMMA
 LOG2E = math.log2(math.e)
 TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+SLACK = 8.0  # O is rescaled where the row maximum grew by more than this, in powers of two
 PARTS = 8  # row sums are kept as this many columns until the end: adding them up needs other threads
 
 
@@ -59,6 +62,27 @@ class Plan(NamedTuple):
     traits: configs.Traits
     config: Config
     kinds: dict[str, packing.Kind]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        items = schedule.items(self)
+        return items if self.config.schedule == "blocks" else min(items, hopper.multiprocessors())
+
+    @property
+    def queue(self) -> bool:
+        """Whether blocks take query tiles from a counter."""
+        return self.config.schedule == "queue" and self.blocks < schedule.items(self)
+
+    @property
+    def orders(self) -> bool:
+        """Whether the loader tells the others what comes next."""
+        return self.traits.scans or self.queue
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a block computes several query tiles."""
+        return self.config.schedule != "blocks"
 
     @property
     def count_q(self) -> int:
@@ -103,7 +127,7 @@ class Plan(NamedTuple):
         """Whether O has a buffer of its own: the next query tile may take Q's, or O does not fit there."""
         problem = self.problem
         q, o = (transfers.shape(1, ROWS, 1, dim) for dim in (problem.head_dim, problem.value_dim))
-        return self.config.persistent or transfers.shared(q, o) is None
+        return self.persistent or transfers.shared(q, o) is None
 
 
 class Global(NamedTuple):
@@ -127,7 +151,8 @@ class Shared(NamedTuple):
     lse: Any
     cols: dict[str, Any]
     tile: Any
-    count: Any
+    order: Any
+    mailbox: Any
 
 
 class Barriers(NamedTuple):
@@ -140,21 +165,14 @@ class Barriers(NamedTuple):
     v_full: Any
     v_empty: Any
     v_landed: Any
-    count_full: Any
-
-
-class Item(NamedTuple):
-    """One query tile of one head: what a block works on at a time."""
-
-    b: Any
-    h: Any
-    i: Any
+    order_full: Any
+    order_empty: Any
 
 
 class Rows(NamedTuple):
     """The 64 queries of one warpgroup: where they are, and what the mask reads of them."""
 
-    item: Item
+    item: schedule.Item
     q0: Any
     reader: reading.Reader
     values: dict[str, Any]
@@ -188,14 +206,11 @@ def _traits(problem: Problem) -> configs.Traits:
         scans=walk.scans(problem),
         looks=hidden.possible(problem),
         pieces=any(transfers.shape(1, ROWS, *side).split for side in sides),
-        steady_keys=walk.steady_keys(problem),
     )
 
 
 def _kernel(plan: Plan, rows: int) -> Any:
     problem, traits, config = plan.problem, plan.traits, plan.config
-    items = problem.batch * problem.heads * plan.count_q
-    blocks = min(items, hopper.multiprocessors()) if config.persistent else items
     stages, warpgroups = config.stages, config.warpgroups
     shapes = plan.shapes
     buffer = lambda *names: transfers.buffer(problem.dtype, *(shapes[n] for n in names))
@@ -214,7 +229,8 @@ def _kernel(plan: Plan, rows: int) -> Any:
         lse=plgpu.SMEM((warpgroups, ROWS), jnp.float32),
         cols=cols,
         tile=plgpu.SMEM((stages,), jnp.int32) if traits.scans else None,
-        count=plgpu.SMEM((1,), jnp.int32) if traits.scans else None,
+        order=plgpu.SMEM((2,), jnp.int32) if plan.orders else None,
+        mailbox=plgpu.SMEM((1,), jnp.int32) if plan.queue else None,
     )
     barriers = Barriers(
         q_full=full("q"),
@@ -224,17 +240,20 @@ def _kernel(plan: Plan, rows: int) -> Any:
         v_full=plgpu.Barrier(num_barriers=stages) if traits.looks else full("v"),
         v_empty=empty,
         v_landed=full("v") if traits.looks else None,
-        count_full=plgpu.Barrier() if traits.scans else None,
+        order_full=plgpu.Barrier() if plan.orders else None,
+        order_empty=plgpu.Barrier(num_arrivals=warpgroups) if plan.orders else None,
     )
 
     def body(inputs, out, lse, shared, barriers):
         shared = _named(plan, shared)
         warpgroup = lax.axis_index("warpgroup")
+        counter = intrinsics.counter() if plan.queue else None
 
         @pl.when(warpgroup == warpgroups)
         def _load():
             plgpu.set_max_registers(config.registers[1], action="decrease")
-            _each_item(plan, items, blocks, functools.partial(load, plan, inputs, shared, barriers))
+            work = functools.partial(load, plan, inputs, shared, barriers)
+            schedule.lead(plan, shared, barriers, counter, work)
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
@@ -243,8 +262,12 @@ def _kernel(plan: Plan, rows: int) -> Any:
                 for slot in range(stages):
                     plgpu.barrier_arrive(barrier.at[slot])  # every stage is free
             plgpu.barrier_arrive(barriers.q_empty.at[warpgroup])
-            work = functools.partial(compute, plan, inputs, (out, lse), shared, barriers, warpgroup)
-            _each_item(plan, items, blocks, work)
+            if plan.orders:
+                plgpu.barrier_arrive(barriers.order_empty)
+            if config.ordered:
+                pl.when(warpgroup == 0)(lambda: intrinsics.give_turn(warpgroup))  # the first turn is its own
+            work = functools.partial(compute, plan, inputs, (out, lse), shared, barriers)
+            schedule.follow(plan, shared, barriers, work)
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
@@ -258,11 +281,11 @@ def _kernel(plan: Plan, rows: int) -> Any:
         scratch_types=[shared, barriers],
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            unsafe_no_auto_barriers=not config.auto_barriers,
+            unsafe_no_auto_barriers=True,
             # Only the loader reduces over warps, and only where it looks at tiles or at their values.
             **({} if traits.scans or traits.looks else {"reduction_scratch_bytes": 0}),
         ),
-        grid=(blocks,),
+        grid=(plan.blocks,),
         grid_names=("block",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
@@ -281,35 +304,28 @@ def _named(plan: Plan, shared: Shared) -> Shared:
     return shared._replace(q=q, k=names(shared.k, "k")[0], v=names(shared.v, "v")[0], o=o)
 
 
-def _each_item(plan: Plan, items: int, blocks: int, work: Any) -> None:
-    """Run ``work(item, base) -> base`` on the items of this block; ``base`` counts tiles of K."""
-    heads, count_q = plan.problem.heads, plan.count_q
-
-    def item_of(n):
-        tile, h = lax.div(n, jnp.int32(heads)), lax.rem(n, jnp.int32(heads))
-        b, i = lax.div(tile, jnp.int32(count_q)), lax.rem(tile, jnp.int32(count_q))
-        return Item(b, h, count_q - 1 - i)
-
-    block = lax.axis_index("block")
-    if blocks == items:
-        work(item_of(block), jnp.int32(0))
-    else:
-        count = lax.div(items - 1 - block, jnp.int32(blocks)) + 1
-        lax.fori_loop(0, count, lambda n, base: work(item_of(block + n * blocks), base), jnp.int32(0))
-
-
 # ---- the loader --------------------------------------------------------------------------------
 
 
-def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, item: Item, base: Any) -> Any:
+def load(
+    plan: Plan,
+    inputs: Global,
+    shared: Shared,
+    barriers: Barriers,
+    item: schedule.Item,
+    base: Any,
+    publish: Any,
+) -> Any:
     """Load Q, then K and V of every tile that the query tile may see."""
     config = plan.config
     kv_head = lax.div(item.h, jnp.int32(plan.problem.group))
 
-    for w in range(config.warpgroups):
-        plgpu.barrier_wait(barriers.q_empty.at[w])
-        q0 = item.i * config.block_q + w * ROWS
-        transfers.fetch(inputs.q, item.b, q0, item.h, shared.q, w, barriers.q_full.at[w])
+    def begin(count):
+        publish(count)
+        for w in range(config.warpgroups):
+            plgpu.barrier_wait(barriers.q_empty.at[w])
+            q0 = item.i * config.block_q + w * ROWS
+            transfers.fetch(inputs.q, item.b, q0, item.h, shared.q, w, barriers.q_full.at[w])
 
     reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, None)
 
@@ -337,11 +353,7 @@ def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, item: I
         pl.when(partial)(lambda: hidden.clear(plan, shared, reader, block, j, slot))
         plgpu.barrier_arrive(barriers.v_full.at[slot])
 
-    def publish(count):
-        shared.count[0] = count
-        plgpu.barrier_arrive(barriers.count_full)
-
-    return base + walk.drive(plan, inputs, item, tile, publish, None if barriers.v_landed is None else look)
+    return base + walk.drive(plan, inputs, item, tile, begin, None if barriers.v_landed is None else look)
 
 
 # ---- compute -----------------------------------------------------------------------------------
@@ -362,12 +374,13 @@ def compute(
     results: tuple[Any, Any],
     shared: Shared,
     barriers: Barriers,
-    warpgroup: Any,
-    item: Item,
+    item: schedule.Item,
     base: Any,
+    count: Any,
 ) -> Any:
     """Compute 64 rows of one query tile."""
     config, problem = plan.config, plan.problem
+    warpgroup = _own_warpgroup()
     q0 = item.i * config.block_q + warpgroup * ROWS
     q_smem = shared.q.tile(warpgroup)
     slot_of = lambda n: lax.rem(base + n, jnp.int32(config.stages))
@@ -376,13 +389,22 @@ def compute(
     tile_scores = functools.partial(_scores, plan, inputs.scale, shared, rows)
 
     plgpu.barrier_wait(barriers.q_full.at[warpgroup])
-    if barriers.count_full is not None:
-        plgpu.barrier_wait(barriers.count_full)
-    visit = walk.follow(plan, inputs, item, q0, None if shared.count is None else shared.count[0])
+    visit = walk.follow(plan, inputs, item, q0, count)
+
+    @contextlib.contextmanager
+    def turn():
+        """Issue products after the warpgroup before and before the next: so their softmaxes alternate."""
+        if config.ordered:
+            intrinsics.await_turn(warpgroup)
+        yield
+        if config.ordered:
+            intrinsics.give_turn(lax.rem(warpgroup + 1, jnp.int32(config.warpgroups)))
 
     # Tiles of the block that this warpgroup's rows do not see.
     def skip(n, _):
         slot = slot_of(n)
+        with turn():
+            pass
         for full, empty in ((barriers.k_full, barriers.k_empty), (barriers.v_full, barriers.v_empty)):
             plgpu.barrier_wait(full.at[slot])
             plgpu.barrier_arrive(empty.at[slot])
@@ -395,7 +417,8 @@ def compute(
     plgpu.barrier_wait(barriers.k_full.at[slot])
 
     def first_product(s_acc):
-        plgpu.wgmma(s_acc, q_smem, shared.k.tile(slot).T)
+        with turn():
+            plgpu.wgmma(s_acc, q_smem, shared.k.tile(slot).T)
         return s_acc[...]
 
     s = pl.run_scoped(first_product, plgpu.ACC((ROWS, config.block_k), jnp.float32))
@@ -419,18 +442,24 @@ def compute(
 
         def products(s_acc, o_acc):
             o_acc[...] = state.o
-            plgpu.wgmma(s_acc, q_smem, shared.k.tile(slot).T)
-            plgpu.barrier_wait(barriers.v_full.at[before])
-            plgpu.wgmma(o_acc, state.p, shared.v.tile(before))
+            with turn():
+                plgpu.wgmma(s_acc, q_smem, shared.k.tile(slot).T)
+                plgpu.barrier_wait(barriers.v_full.at[before])
+                plgpu.wgmma(o_acc, state.p, shared.v.tile(before))
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
             s = tile_scores(visit, n, slot, s)
             plgpu.barrier_arrive(barriers.k_empty.at[slot])
             p, alpha, m, l = _softmax(plan, state.m, state.l, s)
+            if config.sums_first:
+                grew = intrinsics.any_in_warp(alpha - 1, l)
             if config.wait_early:
                 pl.when(n + 1 < visit.end)(lambda: wait_for_keys(n + 1))
             o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
             plgpu.barrier_arrive(barriers.v_empty.at[before])
-            return State(o * softmax.spread(alpha, o), m, l, p.astype(problem.dtype))
+            if not config.sums_first:
+                grew = intrinsics.any_in_warp(alpha - 1)
+            o = lax.cond(grew, lambda o: o * softmax.spread(alpha, o), lambda o: o, o)
+            return State(o, m, l, p.astype(problem.dtype))
 
         return pl.run_scoped(
             products,
@@ -452,8 +481,13 @@ def compute(
     plgpu.barrier_arrive(barriers.v_empty.at[last])
     if visit.uneven:
         lax.fori_loop(visit.end, visit.count, skip, None)
-    _store(plan, results, shared, warpgroup, item, (o, state.m, state.l))
+    _store(plan, results, shared, item, (o, state.m, state.l))
     return base + visit.count
+
+
+def _own_warpgroup() -> jax.Array:
+    """Return the number of this warpgroup, found anew: no register need hold it meanwhile."""
+    return lax.axis_index("warpgroup")
 
 
 def _full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
@@ -510,7 +544,7 @@ def _softmax(plan: Plan, m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[jax.
             parts = [x + y for x, y in zip(parts[::2], parts[1::2], strict=False)] + rest
         return parts[0]
 
-    return softmax.step(m, l, s, unit=unit, exp=jnp.exp2, total=total)
+    return softmax.step(m, l, s, unit=unit, exp=jnp.exp2, total=total, slack=SLACK)
 
 
 def _tanh(x: jax.Array) -> jax.Array:
@@ -526,15 +560,14 @@ def _tanh(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < 0.625, near * z * x + x, far)
 
 
-def _store(
-    plan: Plan, results: tuple[Any, Any], shared: Shared, warpgroup: Any, item: Item, state: Any
-) -> None:
+def _store(plan: Plan, results: tuple[Any, Any], shared: Shared, item: schedule.Item, state: Any) -> None:
     """Divide by the row sums, and write O and lse."""
     problem, config = plan.problem, plan.config
     o, m, l = state
     out, lse = results
+    warpgroup = _own_warpgroup()
     inverse, lse_log2 = softmax.finish(m, l.sum(axis=1), log=jnp.log2)
-    if config.persistent:
+    if plan.persistent:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     shared.o.tile(warpgroup)[...] = (o * softmax.spread(inverse, o)).astype(problem.dtype)
     shared.lse.at[warpgroup][...] = lse_log2 / LOG2E

@@ -81,23 +81,6 @@ def scans(problem: Problem) -> bool:
     return found[0] is None
 
 
-def steady_keys(problem: Problem) -> int | None:
-    """Return how many keys every query tile sees, where that is one number: all of them, or a window."""
-    if problem.mask is None:
-        return problem.key_length
-    if scans(problem) or problem.mask.operands():
-        return None
-
-    def seen(q0):
-        q = Range(jnp.int32(q0), jnp.int32(min(q0 + ROWS, problem.query_length) - 1))
-        low, high = problem.mask.span(0, 0, q).seen
-        return int(jnp.minimum(high, problem.key_length - 1) - jnp.maximum(low, 0)) + 1
-
-    with jax.ensure_compile_time_eval():
-        middle, last = (seen(q0) for q0 in (problem.query_length // 2, max(0, problem.query_length - ROWS)))
-    return middle if middle == last else None
-
-
 def bounds(mask: Mask, problem: Problem, config: Config) -> dict[str, Range]:
     """Bound every operand in every tile, where the loader scans: int32 or float ``[b, h, i, tiles]``."""
     blocks = tiles.Blocks(problem.query_length, problem.key_length, config.block_q, config.block_k)
@@ -130,6 +113,7 @@ def drive(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any)
     """
     if plan.traits.scans:
         return _scan(plan, inputs, item, load, publish, look)
+    publish(None)
     run = _run(plan, inputs, item, item.i * plan.config.block_q, plan.config.block_q)
     count = run.end - run.first
     last = lambda n: (n, run.end - 1 - n, run.partial(run.end - 1 - n))

@@ -1,0 +1,112 @@
+"""Which block computes which query tile, and when.
+
+Query tiles are numbered so that heads count fastest: neighbours read the same K and V from L2. Within a
+batch row the last query tile comes first, so that causal work goes from heavy to light. Three ways to
+share them out:
+
+    blocks  a block for each. The hardware starts the next one when a block ends.
+    static  a block for each multiprocessor, which takes every n-th of n blocks. The loads of a query tile
+            run under the end of the one before.
+    queue   likewise, but each loader takes the next number from a counter that all blocks share, so that
+            work that differs is shared evenly too. Costs one small buffer that XLA sets to 0.
+
+Where only the loader knows what comes next, it tells the others through shared memory: the number of the
+query tile (queue), the count of key tiles (where the loader scans for them, see `walk`).
+"""
+
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from flashjax.backends.hopper import intrinsics
+
+
+class Item(NamedTuple):
+    """One query tile of one head: what a block works on at a time."""
+
+    b: Any
+    h: Any
+    i: Any
+
+
+def items(plan: Any) -> int:
+    """Return the number of query tiles over all heads."""
+    problem = plan.problem
+    return problem.batch * problem.heads * plan.count_q
+
+
+def item_of(plan: Any, n: Any) -> Item:
+    """Return the n-th query tile."""
+    heads, count_q = plan.problem.heads, plan.count_q
+    tile, h = lax.div(n, jnp.int32(heads)), lax.rem(n, jnp.int32(heads))
+    b, i = lax.div(tile, jnp.int32(count_q)), lax.rem(tile, jnp.int32(count_q))
+    return Item(b, h, count_q - 1 - i)
+
+
+def lead(plan: Any, shared: Any, barriers: Any, counter: Any, work: Any) -> None:
+    """Go through the query tiles of this block as its loader.
+
+    Args:
+      plan, shared, barriers: of the kernel.
+      counter: of `intrinsics.counter`, for a queue.
+      work: ``work(item, base, publish) -> base``; base counts key tiles, and ``publish(count)`` must be
+        called once, before the first of them, with their number or None.
+    """
+
+    def tell(n, count):
+        if shared.order is None:
+            return
+        plgpu.barrier_wait(barriers.order_empty)
+        shared.order[0] = n
+        shared.order[1] = jnp.int32(0) if count is None else count
+        plgpu.barrier_arrive(barriers.order_full)
+
+    def one(n, base):
+        return work(item_of(plan, n), base, lambda count: tell(n, count))
+
+    if not plan.queue:
+        _static(plan, one)
+        return
+    block = lax.axis_index("block")
+
+    def turn(state):
+        n, base = state
+        after = intrinsics.take(counter, shared.mailbox) + plan.blocks
+        return after, one(n, base)
+
+    n, _ = lax.while_loop(lambda state: state[0] < items(plan), turn, (block, jnp.int32(0)))
+    tell(n, None)
+
+
+def follow(plan: Any, shared: Any, barriers: Any, work: Any) -> None:
+    """Go through the same query tiles to compute them; ``work(item, base, count) -> base``."""
+
+    def order():
+        if shared.order is None:
+            return None, None
+        plgpu.barrier_wait(barriers.order_full)
+        n, count = shared.order[0], shared.order[1]
+        plgpu.barrier_arrive(barriers.order_empty)
+        return n, count
+
+    if not plan.queue:
+        _static(plan, lambda n, base: work(item_of(plan, n), base, order()[1]))
+        return
+
+    def turn(state):
+        n, count, base = state
+        base = work(item_of(plan, n), base, count)
+        return *order(), base
+
+    lax.while_loop(lambda state: state[0] < items(plan), turn, (*order(), jnp.int32(0)))
+
+
+def _static(plan: Any, one: Any) -> None:
+    block = lax.axis_index("block")
+    if plan.blocks == items(plan):
+        one(block, jnp.int32(0))
+    else:
+        count = lax.div(items(plan) - 1 - block, jnp.int32(plan.blocks)) + 1
+        lax.fori_loop(0, count, lambda n, base: one(block + n * plan.blocks, base), jnp.int32(0))
