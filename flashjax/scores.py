@@ -30,12 +30,11 @@ def logits(
     Returns:
       ``(s, slope)``: the logits, and d(capped)/d(scaled) in the same shape, None without a softcap.
     """
-    s = qk * scale
-    slope = None
-    if softcap is not None:
-        t = tanh(s / softcap)
-        s = softcap * t
-        slope = 1 - t * t
+    if softcap is None:
+        s, slope = qk * scale, None
+    else:
+        t = tanh(qk * (scale / softcap))
+        s, slope = softcap * t, 1 - t * t
     if bias is not None:
         s = s + bias.astype(s.dtype)
     return s, slope

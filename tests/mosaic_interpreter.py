@@ -242,8 +242,8 @@ def _run_state(self: Any, equation: Any, token: Any, inputs: Any, flight: list) 
 def _inline(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> Any:
     name = equation.params["mgpu_fn"].__name__
     if name == "vote":
-        x, *y = inputs
-        return token, [(jnp.any(x != 0) | jnp.any(y[0] < 0 if y else False)).astype(jnp.int32)]
+        tests = [jnp.any(x != 0) if x.ndim == 1 else jnp.any(x < 0) for x in inputs]
+        return token, [functools.reduce(jnp.logical_or, tests).astype(jnp.int32)]
     if name == "fetch_add":
         result = gpu_callbacks.TOKEN_SHAPE_DTYPE, jax.ShapeDtypeStruct((), jnp.int32)
         take = lambda token: (token, np.int32(next(_numbers)))

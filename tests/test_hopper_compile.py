@@ -41,14 +41,13 @@ DIMS = {"64": (64, 64), "128": (128, 128), "256": (256, 256), "192-128": (192, 1
 CALLS = {
     **{f"d{d}-{kind}": (d, T, kind) for d in DIMS for kind in ("full", "causal")},
     **{f"d128-{kind}": ("128", T, kind) for kind in ("window", "packed", "lengths", "dense", "blocks")},
-    "d128-softcap": ("128", T, "softcap"),
+    **{f"d{d}-softcap": (d, T, "softcap") for d in ("64", "128", "256")},
     "d128-scale": ("128", T, "scale"),
-    "d64-packed": ("64", T, "packed"),
-    "d256-packed": ("256", T, "packed"),
-    "d64-window": ("64", T, "window"),
+    **{f"d{d}-packed": (d, T, "packed") for d in ("64", "256")},
+    **{f"d64-{kind}": ("64", T, kind) for kind in ("window", "lengths")},
     "d128-ragged": ("128", T - 3, "causal"),
     "d64-ragged": ("64", T - 3, "full"),
-    **{f"d{d}-{kind}-short": (d, 512, kind) for d in ("64", "128") for kind in ("full", "causal")},
+    **{f"d{d}-{kind}-short": (d, 512, kind) for d in ("64", "128") for kind in ("full", "causal", "packed")},
     "d128-full-2048": ("128", 2048, "full"),
 }
 

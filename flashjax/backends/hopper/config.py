@@ -2,9 +2,7 @@
 
 from typing import NamedTuple
 
-import jax
-
-from flashjax.masks import SlidingWindow
+from flashjax.masks import Causal
 from flashjax.problem import Problem
 
 ROWS = 64  # queries of one warpgroup: the height of a wgmma
@@ -88,27 +86,22 @@ def _fastest(problem: Problem, traits: Traits) -> Config:
     # The loads of a query tile must run under the end of the one before where it visits few key tiles; and
     # blocks must not share the query tiles by number where these differ.
     schedule = "queue" if traits.scans or (keys > 1024 and not plain) else "static"
+    if max(d, dv) <= 128 and problem.softcap is not None:
+        return Config(ordered=False)  # others spill
     if max(d, dv) <= 64:
+        large = Config(warpgroups=3, registers=(160, 32))
+        if traits.scans:  # key tiles of 128 spill
+            return large._replace(block_k=64, stages=4, schedule=schedule, sums_first=False)
         if keys <= 1024 or (keys <= 2048 and not plain):
             small = Config(block_k=64, warpgroups=4, stages=4, registers=(112, 32))
             return small._replace(schedule=schedule, sums_first=False)
-        large = Config(warpgroups=3, registers=(160, 32))
-        if traits.scans:
-            # With key tiles of 128 it spills.
-            return large._replace(block_k=64, stages=4, schedule=schedule, sums_first=False)
         if not plain:
             return large._replace(stages=3, schedule=schedule, sums_first=False)
         return large._replace(stages=3, ordered=False) if keys > 4096 else large._replace(schedule=schedule)
     if max(d, dv) <= 128:
         if plain and keys >= 4096 and not traits.busy:
             return Config(block_k=192)  # needs all registers that a thread may have
-        # In a window the warpgroups of a block see the fewest tiles in common.
-        return Config(schedule=schedule, ordered=not _windowed(problem))
+        return Config(schedule=schedule, ordered=plain or traits.scans or isinstance(problem.mask, Causal))
     if dv <= 128 and d <= 192:
         return Config()
     return Config(block_k=64, wait_early=not plain)
-
-
-def _windowed(problem: Problem) -> bool:
-    parts = jax.tree.leaves(problem.mask, is_leaf=lambda x: isinstance(x, SlidingWindow))
-    return any(isinstance(x, SlidingWindow) for x in parts)

@@ -15,7 +15,7 @@ Barriers, each an array over stages or warpgroups (full: loader to compute, empt
     q_full, q_empty    a warpgroup's 64 rows of Q
     k_full, k_empty    a stage of K, with the mask's vectors over keys and the tile's number
     v_full, v_empty    a stage of V
-    v_landed           a stage of V, before the loader has looked through it (see `hidden`)
+    v_landed           a stage of V that the loader looks through before it is full (see `hidden`)
     order_full, order_empty
                        what comes next, where only the loader knows it (see `schedule`)
 
@@ -51,6 +51,7 @@ from flashjax.problem import Inputs, Problem
 WGMMA = plgpu.Layout.WGMMA
 LOG2E = math.log2(math.e)
 TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+NEAR = 0.625  # up to where the polynomial of tanh holds
 SLACK = 8.0  # O is rescaled where the row maximum grew by more than this, in powers of two
 PARTS = 8  # row sums are kept as this many columns until the end: adding them up needs other threads
 
@@ -330,9 +331,9 @@ def load(
     reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, None)
 
     slot_of = lambda n: lax.rem(base + n, jnp.int32(config.stages))
-    v_full = barriers.v_full if barriers.v_landed is None else barriers.v_landed
+    looks, direct = barriers.v_landed is not None, plan.shapes["v"].copies == 1
 
-    def tile(n, j, key):
+    def tile(n, j, key, partial, meanwhile):
         slot, k0 = slot_of(n), j * config.block_k
         plgpu.barrier_wait(barriers.k_empty.at[slot])
         if shared.tile is not None:
@@ -341,19 +342,35 @@ def load(
         for name, ref in shared.cols.items():
             keys = reader.at(name).at[pl.ds(k0, config.block_k)]
             plgpu.copy_gmem_to_smem(keys, ref.at[slot], barriers.k_full.at[slot])
+        meanwhile()
         plgpu.barrier_wait(barriers.v_empty.at[slot])
-        transfers.fetch(inputs.v, item.b, k0, kv_head, shared.v, slot, v_full.at[slot])
+        fetch_to = lambda barrier: transfers.fetch(
+            inputs.v, item.b, k0, kv_head, shared.v, slot, barrier.at[slot]
+        )
+        if not looks:
+            fetch_to(barriers.v_full)
+        elif direct:
+            lax.cond(partial, lambda: fetch_to(barriers.v_landed), lambda: fetch_to(barriers.v_full))
+        else:
+            fetch_to(barriers.v_landed)
 
     def look(n, j, partial):
         slot = slot_of(n)
-        plgpu.barrier_wait(barriers.v_landed.at[slot])
         if shared.cols:
             plgpu.barrier_wait(barriers.k_full.at[slot])
-        block = item.i * config.block_q
-        pl.when(partial)(lambda: hidden.clear(plan, shared, reader, block, j, slot))
-        plgpu.barrier_arrive(barriers.v_full.at[slot])
+        clear = lambda: hidden.clear(plan, shared, reader, item.i * config.block_q, j, slot)
 
-    return base + walk.drive(plan, inputs, item, tile, begin, None if barriers.v_landed is None else look)
+        def pass_on(prepare):
+            plgpu.barrier_wait(barriers.v_landed.at[slot])
+            prepare()
+            plgpu.barrier_arrive(barriers.v_full.at[slot])
+
+        if direct:
+            pl.when(partial)(lambda: pass_on(clear))
+        else:
+            pass_on(lambda: pl.when(partial)(clear))
+
+    return base + walk.drive(plan, inputs, item, tile, begin, look if looks else None)
 
 
 # ---- compute -----------------------------------------------------------------------------------
@@ -451,7 +468,7 @@ def compute(
             plgpu.barrier_arrive(barriers.k_empty.at[slot])
             p, alpha, m, l = _softmax(plan, state.m, state.l, s)
             if config.sums_first:
-                grew = intrinsics.any_in_warp(alpha - 1, l)
+                grew = intrinsics.any_in_warp(alpha - 1, negative=l)
             if config.wait_early:
                 pl.when(n + 1 < visit.end)(lambda: wait_for_keys(n + 1))
             o = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
@@ -550,14 +567,24 @@ def _softmax(plan: Plan, m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[jax.
 def _tanh(x: jax.Array) -> jax.Array:
     """Compute tanh to 2e-7 of itself; the hardware's own is good to 5e-4, times the softcap.
 
+    Where all numbers of a warp are small, as they are under a softcap that seldom bites, no exponential and
+    no division is due.
+
     Source: the polynomial near 0 is that of tanhf in Moshier's Cephes library.
     """
-    z = x * x
-    near = jnp.full_like(x, TANH[0])
-    for c in TANH[1:]:
-        near = near * z + c
-    far = 1 - 2 / (1 + jnp.exp2(x * (2 * LOG2E)))
-    return jnp.where(jnp.abs(x) < 0.625, near * z * x + x, far)
+
+    def near(x):
+        z = x * x
+        y = jnp.full_like(x, TANH[0])
+        for c in TANH[1:]:
+            y = y * z + c
+        return y * z * x + x
+
+    def everywhere(x):
+        far = 1 - 2 * (1 / (1 + jnp.exp2(x * (2 * LOG2E))))
+        return jnp.where(jnp.abs(x) < NEAR, near(x), far)
+
+    return lax.cond(intrinsics.any_in_warp(negative=NEAR - jnp.abs(x)), everywhere, near, x)
 
 
 def _store(plan: Plan, results: tuple[Any, Any], shared: Shared, item: schedule.Item, state: Any) -> None:

@@ -15,27 +15,31 @@ ROWS = plgpu.Layout.WGMMA.reduce(1)
 FIRST_BARRIER = 8  # of the 16 named ones of a block; Mosaic GPU has 0 and one for each warpgroup
 
 
-def any_in_warp(x: jax.Array, y: jax.Array | None = None) -> jax.Array:
-    """Say whether a warp holds any x other than 0, or any y below 0; warps may differ in it.
+def any_in_warp(rows: jax.Array | None = None, negative: jax.Array | None = None) -> jax.Array:
+    """Say whether a warp holds a row other than 0, or anything negative; warps may differ in it.
 
     Args:
-      x: float32 ``[64]``, a number for each row of a warpgroup.
-      y: float32 ``[64, columns]`` in the layout of an accumulator.
+      rows: float32 ``[64]``, a number for each row of a warpgroup.
+      negative: float32 ``[64, columns]`` in the layout of an accumulator.
     """
+    tests = []
+    if rows is not None:
+        tests.append((rows, ROWS, arith.CmpFPredicate.UNE))
+    if negative is not None:
+        tests.append((negative, plgpu.Layout.WGMMA, arith.CmpFPredicate.OLT))
+    arrays, layouts, predicates = zip(*tests, strict=True)
 
     def vote(_, *arrays):
         zero = arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), 0.0))
         found = arith.constant(ir.IntegerType.get_signless(1), 0)
-        for array, how in zip(arrays, (arith.CmpFPredicate.UNE, arith.CmpFPredicate.OLT), strict=False):
+        for array, predicate in zip(arrays, predicates, strict=True):
             for register in array.registers.flat:
                 for i in range(ir.VectorType(register.type).shape[0]):
-                    found = arith.ori(found, arith.cmpf(how, vector.extract(register, [], [i]), zero))
+                    value = vector.extract(register, [], [i])
+                    found = arith.ori(found, arith.cmpf(predicate, value, zero))
         found = nvvm.vote_sync(_int32(-1), found, nvvm.VoteSyncKind.any)
         return _uniform(arith.extui(_int32_type(), found))
 
-    arrays, layouts = (x,), (ROWS,)
-    if y is not None:
-        arrays, layouts = (x, y), (ROWS, plgpu.Layout.WGMMA)
     return _inline(vote, layouts, number=True)(*arrays) != 0
 
 

@@ -104,9 +104,10 @@ def drive(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any)
 
     Args:
       plan, inputs, item: what the kernel knows, its arrays, and the query tile.
-      load: ``load(n, tile, key)`` for each tile; key is what `Visit.tile` takes.
+      load: ``load(n, tile, key, partial, meanwhile)`` for each tile; key is what `Visit.tile` takes, partial
+        whether the mask must be evaluated there, and meanwhile what to do once K is on its way.
       publish: ``publish(count)`` before the first, where the loader scans.
-      look: ``look(n, tile, partial)`` for each tile after the next one's load; None does not look.
+      look: ``look(n, tile, partial)`` for each tile, once the next one's K is on its way; None looks at none.
 
     Returns:
       How many tiles there were.
@@ -117,11 +118,11 @@ def drive(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any)
     run = _run(plan, inputs, item, item.i * plan.config.block_q, plan.config.block_q)
     count = run.end - run.first
     last = lambda n: (n, run.end - 1 - n, run.partial(run.end - 1 - n))
+    meanwhile = functools.partial(_look_back, look)
 
     def step(n, _):
-        load(n, run.end - 1 - n, None)
-        if look is not None:
-            pl.when(n > 0)(lambda: look(*last(n - 1)))
+        _, j, partial = last(n)
+        load(n, j, None, partial, meanwhile(n, lambda: last(n - 1)))
 
     lax.fori_loop(0, count, step, None)
     if look is not None:
@@ -139,9 +140,8 @@ def _scan(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any)
         def step(_, state):
             n, before = state
             key = jnp.min(jnp.where(keys > before, keys, NEVER))
-            load(n, lax.div(key, jnp.int32(2)), key)
-            if look is not None:
-                pl.when(n > 0)(lambda: look(*last(n - 1, before)))
+            j, partial = _split(key)
+            load(n, j, key, partial, _look_back(look, n, lambda: last(n - 1, before)))
             return n + 1, key
 
         return lax.fori_loop(0, visible(keys), step, state)
@@ -160,6 +160,11 @@ def _scan(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any)
     if look is not None:
         look(*last(count - 1, key))
     return count
+
+
+def _look_back(look: Any, n: Any, before: Any) -> Any:
+    """Return what looks at the tile before the n-th, or does nothing."""
+    return lambda: None if look is None else pl.when(n > 0)(lambda: look(*before()))
 
 
 def _at_least_first(keys: jax.Array, chunk: Any, total: Any) -> jax.Array:
