@@ -460,7 +460,7 @@ def describe(argv: list[str], commit: str | None = None) -> dict:
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "-m", "benchmarks.run", *argv]),
         "commit": commit or head or None,
-        "dirty": bool(_output("git", "status", "--porcelain")) if head else None,
+        "dirty": bool(_output("git", "status", "--porcelain")) if head and not commit else None,
         "device": jax.devices()[0].device_kind,
         "driver": driver or None,
         "power_limit": power or None,
