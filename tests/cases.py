@@ -290,6 +290,9 @@ WIDE_CASES = [
     wide("unsigned-ids", (130, 200), 64, mask=_unsigned),
     wide("softcap-d128", 300, 128, options={"softcap": 20.0, "is_causal": True}),
     wide("scale-negative-d64", 300, 64, options={"scale": -0.1, "is_causal": True}),
+    # Logits so far apart that a row's maximum grows by more than 2^8 from one tile to a later one.
+    *(wide(f"steep-d{d}", (200, 520), d, options={"scale": 2.0}) for d in (64, 128, 256)),
+    wide("steep-causal-d64", 520, 64, options={"scale": 2.0, "is_causal": True}),
     wide("many-tiles", (64, 20000), 64, batch=1, heads=1, mask=lambda c, rng: Causal(align="end")),
     wide(
         "many-scanned-tiles",

@@ -146,6 +146,7 @@ def test_run_record(record):
     fields = {"date", "command", "commit", "dirty", "device", "driver", "versions", "pass", "repeats", "tile"}
     assert fields <= set(config)
     assert config["command"] == "python -m benchmarks.run --suite dense"
+    assert (config["commit"], config["dirty"]) == ("abc", None)  # git would speak of another commit
     assert [x["name"] for x in record["ceiling"]] == ["16 x 16 x 16 bfloat16 matmul"] * 2
     for row in record["rows"]:
         for name in CPU:

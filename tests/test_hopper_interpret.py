@@ -120,6 +120,8 @@ INTERPRETED = [
     # what happens to logits
     small("softcap-bfloat16"),
     small("scale-negative-d64", 66, 66),
+    *(small(f"steep-d{d}", 66) for d in (64, 128, 256)),
+    same("steep-causal-d64", 390),
 ]
 
 # Names of cases that are also run by blocks that take one query tile after another: by number, from a queue.

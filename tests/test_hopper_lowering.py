@@ -21,7 +21,7 @@ needs_kernel = pytest.mark.skipif(old_jax, reason=f"the kernel needs jax 0.11, a
 # One case of each form of the kernel: a second or more goes into each. On a GPU all run.
 SAME_FORM = re.compile(
     r"(t|s)(5|7|63|64|65|127|128|129|191|193|255|257|264|120)|d(24|40)-causal|d(80|96|160|248)-full|"
-    r"scattered-d256|dense-d256|packed-d256|window-d256|float16-d128|gqa-8|mqa"
+    r"steep-.*|scattered-d256|dense-d256|packed-d256|window-d256|float16-d128|gqa-8|mqa"
 )
 WIDE = [case for case in WIDE_CASES if not SAME_FORM.fullmatch(case.name)]
 NARROW = [

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from flashjax.masks import Causal
 from flashjax.problem import Problem
 
+WARPGROUP = 128  # threads
 ROWS = 64  # queries of one warpgroup: the height of a wgmma
 
 
@@ -66,7 +67,8 @@ class Traits(NamedTuple):
 def choose(problem: Problem, traits: Traits) -> Config:
     """Return the config of a call.
 
-    Each choice is the fastest of those that were measured: `backends/README.md` has them all.
+    Each choice is the fastest of those that were measured and do not spill: `backends/README.md` has them
+    all, and says which were not timed.
     """
     config = _fastest(problem, traits)
     if traits.busy:

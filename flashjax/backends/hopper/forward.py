@@ -82,7 +82,7 @@ class Plan(NamedTuple):
 
     @property
     def persistent(self) -> bool:
-        """Whether a block computes several query tiles."""
+        """Whether a block may compute several query tiles."""
         return self.config.schedule != "blocks"
 
     @property
@@ -357,6 +357,7 @@ def load(
     def look(n, j, partial):
         slot = slot_of(n)
         if shared.cols:
+            # On every tile, read or not: a waiter keeps count of a barrier's phases by its waits.
             plgpu.barrier_wait(barriers.k_full.at[slot])
         clear = lambda: hidden.clear(plan, shared, reader, item.i * config.block_q, j, slot)
 

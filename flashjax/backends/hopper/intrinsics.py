@@ -11,6 +11,8 @@ from jax.experimental.mosaic import gpu as mosaic
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
+from flashjax.backends.hopper.config import WARPGROUP
+
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 FIRST_BARRIER = 8  # of the 16 named ones of a block; Mosaic GPU has 0 and one for each warpgroup
 
@@ -95,7 +97,7 @@ def give_turn(warpgroup: jax.Array) -> None:
 def _turn_of(warpgroup: Any) -> dict[str, Any]:
     """Return the named barrier at which one warpgroup waits and another arrives."""
     index = arith.addi(warpgroup.registers.item(), _int32(FIRST_BARRIER))
-    return {"barrier_id": index, "number_of_threads": _int32(256)}
+    return {"barrier_id": index, "number_of_threads": _int32(2 * WARPGROUP)}
 
 
 def _inline(function: Callable, arguments: tuple, number: bool = False) -> Callable:

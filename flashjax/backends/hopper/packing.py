@@ -48,7 +48,8 @@ def form_of(operand: Operand) -> str:
 
 def refusal(mask: Mask) -> str | None:
     """Say why the kernel cannot read what a mask reads, or None."""
-    custom = any(isinstance(part, CustomMask) for part in _leaves(mask))
+    is_custom = lambda part: isinstance(part, CustomMask)
+    custom = any(map(is_custom, jax.tree.leaves(mask, is_leaf=is_custom)))
     for name, operand in mask.operands().items():
         dtype = operand.array.dtype
         if dtype == jnp.bool_:
@@ -62,11 +63,6 @@ def refusal(mask: Mask) -> str | None:
         if form_of(operand) == "bits":
             return f"{what} has one {dtype} per query and key; the kernel reads only booleans of that kind"
     return None
-
-
-def _leaves(mask: Mask) -> list[Mask]:
-    parts = getattr(mask, "_parts", list)()
-    return [leaf for part in parts for leaf in _leaves(part)] if parts else [mask]
 
 
 def kinds(mask: Mask | None) -> dict[str, Kind]:

@@ -52,7 +52,7 @@ def lead(plan: Any, shared: Any, barriers: Any, counter: Any, work: Any) -> None
       plan, shared, barriers: of the kernel.
       counter: of `intrinsics.counter`, for a queue.
       work: ``work(item, base, publish) -> base``; base counts key tiles, and ``publish(count)`` must be
-        called once, before the first of them, with their number or None.
+        called once, before the first of them, with their number, or None where all can work it out.
     """
 
     def tell(n, count):
@@ -67,7 +67,7 @@ def lead(plan: Any, shared: Any, barriers: Any, counter: Any, work: Any) -> None
         return work(item_of(plan, n), base, lambda count: tell(n, count))
 
     if not plan.queue:
-        _static(plan, one)
+        _by_number(plan, one)
         return
     block = lax.axis_index("block")
 
@@ -92,7 +92,7 @@ def follow(plan: Any, shared: Any, barriers: Any, work: Any) -> None:
         return n, count
 
     if not plan.queue:
-        _static(plan, lambda n, base: work(item_of(plan, n), base, order()[1]))
+        _by_number(plan, lambda n, base: work(item_of(plan, n), base, order()[1]))
         return
 
     def turn(state):
@@ -103,7 +103,8 @@ def follow(plan: Any, shared: Any, barriers: Any, work: Any) -> None:
     lax.while_loop(lambda state: state[0] < items(plan), turn, (*order(), jnp.int32(0)))
 
 
-def _static(plan: Any, one: Any) -> None:
+def _by_number(plan: Any, one: Any) -> None:
+    """Go through every n-th query tile of n blocks, or through the one of a block."""
     block = lax.axis_index("block")
     if plan.blocks == items(plan):
         one(block, jnp.int32(0))

@@ -23,11 +23,10 @@ from jax import lax
 
 from flashjax import tiles
 from flashjax.backends.hopper import packing, reading
-from flashjax.backends.hopper.config import ROWS, Config
+from flashjax.backends.hopper.config import ROWS, WARPGROUP, Config
 from flashjax.masks import Mask, Range
 from flashjax.problem import Problem
 
-WARPGROUP = 128  # threads
 MOST = 8 * WARPGROUP  # tiles that are classified at once
 NEVER = 2**30
 
@@ -39,7 +38,7 @@ class Visit(NamedTuple):
       count: tiles that the loader loads.
       first, end: of these, the run that this warpgroup computes.
       uneven: whether that may be less than all.
-      start: the closed form's run of tiles and of those wholly visible; None where the loader scans.
+      run: the closed form's run of tiles and of those wholly visible; None where the loader scans.
     """
 
     count: Any
@@ -106,7 +105,7 @@ def drive(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any)
       plan, inputs, item: what the kernel knows, its arrays, and the query tile.
       load: ``load(n, tile, key, partial, meanwhile)`` for each tile; key is what `Visit.tile` takes, partial
         whether the mask must be evaluated there, and meanwhile what to do once K is on its way.
-      publish: ``publish(count)`` before the first, where the loader scans.
+      publish: ``publish(count)`` before the first; None where all can work the count out.
       look: ``look(n, tile, partial)`` for each tile, once the next one's K is on its way; None looks at none.
 
     Returns:
