@@ -40,11 +40,12 @@ class Range(NamedTuple):
 
 
 class Span(NamedTuple):
-    """What is known in closed form of the keys that a run of queries sees.
+    """What is known in closed form of the keys that a run of queries sees, or of the queries that see a run
+    of keys.
 
     Attributes:
-      seen: no key outside of this range is visible to any of the queries.
-      whole: every key inside of it is visible to each of them.
+      seen: no key outside of this range is visible to any of the queries (no query outside sees any key).
+      whole: every key inside of it is visible to each of them (every query inside sees each key).
     """
 
     seen: Range
@@ -52,7 +53,7 @@ class Span(NamedTuple):
 
 
 _NO_LIMIT = 2**31 - 1
-_ALL_KEYS = Range(0, _NO_LIMIT)
+_EVERYTHING = Range(0, _NO_LIMIT)
 
 
 class Operand(NamedTuple):
@@ -186,6 +187,10 @@ class Mask:
 
         Only masks whose operands have neither queries nor keys among their axes have one.
         """
+        return None
+
+    def seen_by(self, b: Any, h: Any, k: Range, **operands: Any) -> Span | None:
+        """Bound the queries that see a run of keys; None where, and only where, `span` is."""
         return None
 
     def shows_own(self) -> bool:
@@ -384,6 +389,10 @@ class Causal(_Aligned):
         offset = self.offset if offset is None else offset
         return Span(Range(0, q.hi + offset), Range(0, q.lo + offset))
 
+    def seen_by(self, b, h, k, *, offset=None):
+        offset = self.offset if offset is None else offset
+        return Span(Range(k.lo - offset, _NO_LIMIT), Range(k.hi - offset, _NO_LIMIT))
+
     def shows_own(self):
         return isinstance(self.offset, int) and self.offset >= 0
 
@@ -454,12 +463,23 @@ class SlidingWindow(_Aligned):
 
     def span(self, b, h, q, **operands):
         left, right, offset = self._bounds(operands)
-        seen, whole = _ALL_KEYS, _ALL_KEYS
+        seen, whole = _EVERYTHING, _EVERYTHING
         if left is not None:
             seen = seen._replace(lo=q.lo + (offset - left))
             whole = whole._replace(lo=q.hi + (offset - left))
         if right is not None:
             seen, whole = (x._replace(hi=edge + offset + right) for x, edge in ((seen, q.hi), (whole, q.lo)))
+        return Span(seen, whole)
+
+    def seen_by(self, b, h, k, **operands):
+        left, right, offset = self._bounds(operands)
+        seen, whole = _EVERYTHING, _EVERYTHING
+        if right is not None:
+            seen, whole = (
+                x._replace(lo=edge - (offset + right)) for x, edge in ((seen, k.lo), (whole, k.hi))
+            )
+        if left is not None:
+            seen, whole = (x._replace(hi=edge - (offset - left)) for x, edge in ((seen, k.hi), (whole, k.lo)))
         return Span(seen, whole)
 
     def shows_own(self):
@@ -553,6 +573,11 @@ class PrefixLM(Mask):
         last = (self.prefix_lengths if prefix_lengths is None else prefix_lengths) - 1
         return Span(Range(0, jnp.maximum(q.hi, last)), Range(0, jnp.maximum(q.lo, last)))
 
+    def seen_by(self, b, h, k, *, prefix_lengths=None):
+        prefix = self.prefix_lengths if prefix_lengths is None else prefix_lengths
+        first = (jnp.where(edge < prefix, 0, edge) for edge in (k.lo, k.hi))
+        return Span(*(Range(x, _NO_LIMIT) for x in first))
+
     def shows_own(self):
         return True
 
@@ -609,6 +634,14 @@ class Lengths(Mask):
         if queries is not None:
             seen = jnp.where(q.lo < queries, seen, -1)
             whole = jnp.where(q.hi < queries, whole, -1)
+        return Span(Range(0, seen), Range(0, whole))
+
+    def seen_by(self, b, h, k, **operands):
+        queries, keys = (operands.get(name, getattr(self, name)) for name in ("query_lengths", "key_lengths"))
+        seen = whole = _NO_LIMIT if queries is None else queries - 1
+        if keys is not None:
+            seen = jnp.where(k.lo < keys, seen, -1)
+            whole = jnp.where(k.hi < keys, whole, -1)
         return Span(Range(0, seen), Range(0, whole))
 
 
@@ -797,10 +830,10 @@ class And(_Pair):
         return left[0] | right[0], left[1] & right[1]
 
     def span(self, b, h, q, **operands):
-        left, right = self._each("span", operands, b, h, q)
-        if left is None or right is None:
-            return None
-        return Span(*(_overlap(x, y) for x, y in zip(left, right, strict=True)))
+        return _both(*self._each("span", operands, b, h, q))
+
+    def seen_by(self, b, h, k, **operands):
+        return _both(*self._each("seen_by", operands, b, h, k))
 
     def shows_own(self):
         return all(part.shows_own() for part in self._parts())
@@ -818,14 +851,10 @@ class Or(_Pair):
         return left[0] & right[0], left[1] | right[1]
 
     def span(self, b, h, q, **operands):
-        left, right = self._each("span", operands, b, h, q)
-        if left is None or right is None:
-            return None
-        seen = Range(jnp.minimum(left.seen.lo, right.seen.lo), jnp.maximum(left.seen.hi, right.seen.hi))
-        # Of two runs that are wholly visible, the one that reaches further: both are right answers.
-        longer = _length(left.whole) >= _length(right.whole)
-        whole = Range(*(jnp.where(longer, x, y) for x, y in zip(left.whole, right.whole, strict=True)))
-        return Span(seen, whole)
+        return _either(*self._each("span", operands, b, h, q))
+
+    def seen_by(self, b, h, k, **operands):
+        return _either(*self._each("seen_by", operands, b, h, k))
 
     def shows_own(self):
         return any(part.shows_own() for part in self._parts())
@@ -937,8 +966,23 @@ def _as_range(value: Any) -> Range:
     return value if isinstance(value, Range) else Range(value, value)
 
 
-def _overlap(a: Range, b: Range) -> Range:
-    return Range(jnp.maximum(a.lo, b.lo), jnp.minimum(a.hi, b.hi))
+def _both(left: Span | None, right: Span | None) -> Span | None:
+    """Bound what two masks see both."""
+    if left is None or right is None:
+        return None
+    overlap = lambda a, b: Range(jnp.maximum(a.lo, b.lo), jnp.minimum(a.hi, b.hi))
+    return Span(*(overlap(x, y) for x, y in zip(left, right, strict=True)))
+
+
+def _either(left: Span | None, right: Span | None) -> Span | None:
+    """Bound what either of two masks sees."""
+    if left is None or right is None:
+        return None
+    seen = Range(jnp.minimum(left.seen.lo, right.seen.lo), jnp.maximum(left.seen.hi, right.seen.hi))
+    # Of two runs that are wholly visible, the one that reaches further: both are right answers.
+    longer = _length(left.whole) >= _length(right.whole)
+    whole = Range(*(jnp.where(longer, x, y) for x, y in zip(left.whole, right.whole, strict=True)))
+    return Span(seen, whole)
 
 
 def _length(a: Range) -> Any:

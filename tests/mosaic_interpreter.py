@@ -6,6 +6,7 @@ Test-only, on jax's private API. What is added:
 - wgmma with a left operand in registers;
 - asynchrony of wgmma: its operands count as read when it is issued and again where it is awaited, so that
   a buffer handed back between the two is a race;
+- TMA stores that add to global memory, which commute and so do not race with one another;
 - views of one buffer in a `plgpu.RefUnion` of which one cuts the other in pieces (but not races between
   views: jax takes all tiles of a union for one);
 - the kernels' own inline code (`flashjax.backends.hopper.intrinsics`): the vote, and the counter, of which
@@ -16,6 +17,7 @@ Test-only, on jax's private API. What is added:
 import contextlib
 import functools
 import itertools
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +27,7 @@ import jax.experimental
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax._src import core as jax_core
 from jax._src.pallas import primitives as pallas_primitives
 from jax._src.pallas.mosaic_gpu import core, primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, params, shared_memory
@@ -35,6 +38,7 @@ Interpreter = jaxpr_interpret.JaxprInterpreter
 _stock_interpret = Interpreter.interpret
 _stock_resolve = jaxpr_interpret.resolve_ref
 _stock_get = gpu_callbacks._get
+_stock_store = gpu_callbacks.copy_smem_to_gmem
 _stock_deallocate = shared_memory.Barrier.deallocate
 
 
@@ -47,6 +51,7 @@ def interpreted(**options: Any) -> Iterator[None]:
         (Interpreter, "interpret", _interpret),
         (jaxpr_interpret, "resolve_ref", _resolve),
         (gpu_callbacks, "_get", _get),
+        (gpu_callbacks, "copy_smem_to_gmem", _store),
         (gpu_callbacks, "call_tag_ref_union", lambda token, *_: token),
     ]
     if not hasattr(shared_memory, "BarrierReallocationChecker"):
@@ -71,7 +76,13 @@ def _interpret(self: Any, jaxpr: Any, token: Any, *args: Any) -> tuple[Any, list
     """Interpret a jaxpr: the equations of `_OWN` here, and each run of others as jax does."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
     read = lambda x: x.val if hasattr(x, "val") else values[x]
-    flight = []
+    # What is in flight outside of a scope may be awaited inside; a loop or a branch is a trace of its own.
+    trace = jax_core.trace_ctx.trace
+    scopes = self.__dict__.setdefault("scopes", [])
+    outermost = not scopes or scopes[-1][0] is not trace
+    if outermost:
+        scopes.append((trace, []))
+    flight = scopes[-1][1]
     others = []
 
     def flush(token):
@@ -95,7 +106,9 @@ def _interpret(self: Any, jaxpr: Any, token: Any, *args: Any) -> tuple[Any, list
         token, outputs = rule(self, equation, token, [read(x) for x in equation.invars], flight)
         values.update(zip(equation.outvars, outputs, strict=True))
     token = flush(token)
-    token = _land(self, token, flight, 0)
+    if outermost:
+        token = _land(self, token, flight, 0)
+        scopes.pop()
     return token, [read(x) for x in jaxpr.outvars]
 
 
@@ -284,6 +297,57 @@ def _get(token: Any, mesh_location: Any, thread: Any, *args: Any, **options: Any
     if thread is not None:
         gpu_callbacks._get_shared_memory().commit_smem(thread)
     return result
+
+
+# ---- stores that add ------------------------------------------------------------------------------
+
+
+def _store(
+    *, thread: Any, mesh_location: Any, token: Any, source_info: Any, reduction_op: Any, **refs: Any
+) -> Any:
+    if reduction_op is None:
+        return _stock_store(
+            thread=thread,
+            mesh_location=mesh_location,
+            token=token,
+            source_info=source_info,
+            reduction_op=None,
+            **refs,
+        )
+    assert reduction_op == "add", reduction_op
+    assert refs["predicate"] is None
+    memory = gpu_callbacks._get_shared_memory()
+    places = {}
+    for end in ("src", "dst"):
+        key = gpu_callbacks.HostAllocationKey.from_array(refs[f"{end}_allocation_key_as_array"])
+        transforms = gpu_callbacks._remove_noop_transforms(refs[f"{end}_transforms"])
+        places[f"{end}_allocation_key"] = key
+        places[f"{end}_access"] = memory.access(key, jax.tree.map(int, transforms))
+    clock = memory.incr_clock(thread) if memory.detect_races else None
+    memory.execute_async_task(
+        _Adding(mesh_location=mesh_location, thread=thread, source_info=source_info, clock=clock, **places)
+    )
+    return token
+
+
+class _Adding(gpu_callbacks.AsyncCopySmemToGmemTask):
+    _lock = threading.Lock()
+
+    def __call__(self, tma_thread_id):
+        memory = gpu_callbacks._get_shared_memory()
+        self.pre_read(tma_thread_id, memory)
+        value, _, _ = memory.get_buffer_content(self.src_allocation_key, self.src_access, self.thread)
+        if memory.detect_races:
+            self.clock.inc(tma_thread_id)
+            self.write_clock = self.clock.copy()
+        shape = tuple(memory.buffer_shape_and_dtype(self.dst_allocation_key).shape)
+        clipped = gpu_callbacks._clip_store_to_shape(self.dst_access, value, shape)
+        if clipped is not None:
+            key, (inside, value) = self.dst_allocation_key, clipped
+            with self._lock:
+                before, _, _ = memory.get_buffer_content(key, inside, self.thread)
+                memory.store_buffer_content(key, inside, before + value, self.thread)
+        self.post_write(tma_thread_id, memory)
 
 
 # ---- views of one buffer ---------------------------------------------------------------------------

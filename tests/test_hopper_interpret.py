@@ -174,8 +174,8 @@ def interpret(runs):
 def _counting(items, counts):
     """Return ``items``, which also notes what it returns."""
 
-    def count(plan):
-        counts.append(items(plan))
+    def count(work):
+        counts.append(items(work))
         return counts[-1]
 
     return count

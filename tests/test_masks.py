@@ -747,19 +747,23 @@ SPANNED = [
 
 
 @pytest.mark.parametrize("mask", SPANNED)
-@pytest.mark.parametrize("rows", [1, 7, 16])
-def test_span_bounds_what_a_run_of_queries_sees(mask, rows):
+@pytest.mark.parametrize("run", [1, 7, 16])
+@pytest.mark.parametrize("method", ["span", "seen_by"])
+def test_span_bounds_what_sees_and_is_seen(mask, run, method):
     t, s = 32, 27
     seen = np.asarray(mask.dense(t, s, batch=2))[:, 0]
+    if method == "seen_by":
+        seen = seen.swapaxes(1, 2)
     resolved = mask.resolve(Sizes(2, 1, t, s))
-    k = np.arange(s)
+    other = np.arange(seen.shape[2])
     for b in range(2):
         operands = {n: x.array[b % x.array.shape[0], 0, 0, 0] for n, x in resolved.operands().items()}
-        for q0 in range(0, t - rows + 1, 5):
-            q = Range(jnp.int32(q0), jnp.int32(q0 + rows - 1))
-            span = resolved.span(b, 0, q, **operands)
-            tile = seen[b, q0 : q0 + rows]
-            inside = lambda r: (k >= int(r.lo)) & (k <= int(r.hi))
+        for first in range(0, seen.shape[1] - run + 1, 5):
+            span = getattr(resolved, method)(
+                b, 0, Range(jnp.int32(first), jnp.int32(first + run - 1)), **operands
+            )
+            tile = seen[b, first : first + run]
+            inside = lambda r: (other >= int(r.lo)) & (other <= int(r.hi))
             assert not tile[:, ~inside(span.seen)].any()
             assert tile[:, inside(span.whole)].all()
 
@@ -768,9 +772,13 @@ def test_span_bounds_what_a_run_of_queries_sees(mask, rows):
     "mask", [Causal(), SlidingWindow(3, 3), Causal() & SlidingWindow(4), PrefixLM(3), Lengths(9, 9)], ids=str
 )
 def test_span_is_not_vacuous(mask):
-    span = mask.resolve(Sizes(1, 1, 16, 16)).span(0, 0, Range(jnp.int32(5), jnp.int32(6)))
+    resolved = mask.resolve(Sizes(1, 1, 16, 16))
+    span = resolved.span(0, 0, Range(jnp.int32(5), jnp.int32(6)))
     assert int(span.seen.hi) < 15
     assert int(span.whole.hi) >= max(0, int(span.whole.lo))
+    span = resolved.seen_by(0, 0, Range(jnp.int32(5), jnp.int32(6)))
+    assert int(span.seen.lo) > 0 or int(span.seen.hi) < 15
+    assert min(15, int(span.whole.hi)) >= max(0, int(span.whole.lo))
 
 
 @pytest.mark.parametrize(
@@ -781,6 +789,7 @@ def test_span_is_unknown_where_there_is_no_closed_form(mask):
     resolved = mask.resolve(Sizes(1, 1, 8, 8))
     operands = {name: x.array for name, x in resolved.operands().items()}
     assert resolved.span(0, 0, Range(jnp.int32(0), jnp.int32(3)), **operands) is None
+    assert resolved.seen_by(0, 0, Range(jnp.int32(0), jnp.int32(3)), **operands) is None
 
 
 @pytest.mark.parametrize(

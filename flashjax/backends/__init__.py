@@ -42,7 +42,7 @@ class Backend(NamedTuple):
 
 # In the order in which a call that names no implementation tries them.
 BACKENDS = (
-    Backend("hopper", hopper.unsupported, hopper.run_forward, xla.backward),
+    Backend("hopper", hopper.unsupported, hopper.run_forward, hopper.run_backward),
     Backend("xla", lambda problem: None, xla.forward, xla.backward),
     Backend("reference", lambda problem: None, reference.forward, reference.backward, False),
 )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flashjax.problem import Inputs, Problem
+from flashjax.problem import Gradients, Inputs, Problem, Wanted
 
 NEEDS_JAX = (0, 11)
 
@@ -55,6 +55,21 @@ def run_forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]
     from flashjax.backends.hopper import forward
 
     return forward.forward(problem, inputs)
+
+
+def run_backward(
+    problem: Problem,
+    inputs: Inputs,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    wanted: Wanted,
+) -> Gradients:
+    """Compute the gradients of a call in one kernel, or two if deterministic; see `hopper.backward`."""
+    from flashjax.backends.hopper import backward
+
+    return backward.backward(problem, inputs, out, lse, dout, dlse, wanted)
 
 
 def multiprocessors() -> int:

@@ -45,6 +45,57 @@ def padded(dim: int) -> int:
     return 16 if dim <= 16 else 32 if dim <= 32 else -(-dim // 64) * 64
 
 
+class BackwardConfig(NamedTuple):
+    """How the backward kernel is cut. Nothing here changes a result beyond rounding.
+
+    Attributes:
+      block_q: queries of a tile.
+      block_k: keys of a block.
+      roles: whether its warpgroups share out the work on a tile, or the keys (see `backward`).
+      stages_q, stages_do: tiles of Q and of dO in flight.
+      registers: of a thread that computes, and of one that loads.
+      schedule: how blocks share the key tiles: "blocks", "static" or "queue" (see `schedule`).
+    """
+
+    block_q: int = 64
+    block_k: int = 128
+    roles: bool = False
+    stages_q: int = 2
+    stages_do: int = 2
+    registers: tuple[int, int] = (240, 24)
+    schedule: str = "blocks"
+
+    @property
+    def warpgroups(self) -> int:
+        """Compute warpgroups of a block."""
+        return 2
+
+
+class QueriesConfig(NamedTuple):
+    """How the kernel that computes dQ alone is cut; fields as in `Config`."""
+
+    block_k: int = 128
+    warpgroups: int = 2
+    stages: int = 2
+    registers: tuple[int, int] = (240, 24)
+
+
+class BackwardTraits(NamedTuple):
+    """What of a call, beside its sizes, decides on a config of the backward pass.
+
+    Attributes:
+      scans: the loader looks for the visible tiles (see `walk`).
+      clears_keys: K and V may hold what no query sees (see `hidden`).
+      clears_queries: the loader looks for queries that see nothing.
+      pieces: tiles move in pieces (see `transfers`).
+    """
+
+    scans: bool
+    clears_keys: bool
+    clears_queries: bool
+    pieces: bool
+
+
 class Traits(NamedTuple):
     """What of a call, beside its sizes, decides on a config.
 
@@ -74,6 +125,24 @@ def choose(problem: Problem, traits: Traits) -> Config:
     if traits.busy:
         # A loader that does more than load spills with the registers of one that does not.
         config = config._replace(registers=BUSY_LOADER.get(config.registers, config.registers))
+    return config
+
+
+def choose_queries(problem: Problem) -> QueriesConfig:
+    """Return the config of the kernel that computes dQ alone; see `choose`."""
+    wide = max(padded(problem.head_dim), padded(problem.value_dim)) > 128
+    return QueriesConfig(block_k=32 if wide else 64, registers=(224, 56))
+
+
+def choose_backward(problem: Problem, traits: BackwardTraits) -> BackwardConfig:
+    """Return the config of the backward pass of a call; see `choose`."""
+    d, dv = padded(problem.head_dim), padded(problem.value_dim)
+    if max(d, dv) > 128:
+        config = BackwardConfig(block_k=64, roles=True, stages_do=1 if min(d, dv) > 128 else 2)
+    else:
+        config = BackwardConfig(block_q=128 if max(d, dv) <= 64 else 64)
+    if traits.scans or traits.clears_queries or traits.pieces:
+        config = config._replace(registers=BUSY_LOADER[config.registers])
     return config
 
 

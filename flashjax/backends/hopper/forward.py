@@ -32,7 +32,6 @@ Source: Shah et al., "FlashAttention-3" (2024), algorithm 2 and section 3.1 (war
 
 import contextlib
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -41,17 +40,24 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax import scores, softmax
+from flashjax import softmax
 from flashjax.backends import hopper
 from flashjax.backends.hopper import config as configs
-from flashjax.backends.hopper import hidden, intrinsics, packing, reading, schedule, transfers, walk
+from flashjax.backends.hopper import (
+    hidden,
+    intrinsics,
+    logits,
+    packing,
+    reading,
+    schedule,
+    transfers,
+    walk,
+)
 from flashjax.backends.hopper.config import ROWS, Config
+from flashjax.backends.hopper.logits import LOG2E
 from flashjax.problem import Inputs, Problem
 
 WGMMA = plgpu.Layout.WGMMA
-LOG2E = math.log2(math.e)
-TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
-NEAR = 0.625  # up to where the polynomial of tanh holds
 SLACK = 8.0  # O is rescaled where the row maximum grew by more than this, in powers of two
 PARTS = 8  # row sums are kept as this many columns until the end: adding them up needs other threads
 
@@ -67,13 +73,13 @@ class Plan(NamedTuple):
     @property
     def blocks(self) -> int:
         """Blocks of the grid."""
-        items = schedule.items(self)
+        items = schedule.items(self.work)
         return items if self.config.schedule == "blocks" else min(items, hopper.multiprocessors())
 
     @property
     def queue(self) -> bool:
         """Whether blocks take query tiles from a counter."""
-        return self.config.schedule == "queue" and self.blocks < schedule.items(self)
+        return self.config.schedule == "queue" and self.blocks < schedule.items(self.work)
 
     @property
     def orders(self) -> bool:
@@ -86,14 +92,6 @@ class Plan(NamedTuple):
         return self.config.schedule != "blocks"
 
     @property
-    def count_q(self) -> int:
-        return -(-self.problem.query_length // self.config.block_q)
-
-    @property
-    def count_k(self) -> int:
-        return -(-self.problem.key_length // self.config.block_k)
-
-    @property
     def ragged(self) -> bool:
         """Whether the last key tile reaches beyond S."""
         return self.problem.key_length % self.config.block_k != 0
@@ -101,6 +99,27 @@ class Plan(NamedTuple):
     @property
     def masked(self) -> bool:
         return self.problem.mask is not None or self.ragged
+
+    @property
+    def view(self) -> walk.View:
+        problem, config = self.problem, self.config
+        lengths = problem.query_length, problem.key_length
+        return walk.View(False, *lengths, config.block_q, config.block_k)
+
+    @property
+    def group(self) -> int:
+        """Heads that a block walks along."""
+        return 1
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether the loader tells the others which tile it has loaded."""
+        return self.traits.scans
+
+    @property
+    def work(self) -> schedule.Work:
+        problem = self.problem
+        return schedule.Work(problem.batch, problem.heads, self.view.count_rows, heads_first=True)
 
     @property
     def value_columns(self) -> int:
@@ -170,28 +189,13 @@ class Barriers(NamedTuple):
     order_empty: Any
 
 
-class Rows(NamedTuple):
-    """The 64 queries of one warpgroup: where they are, and what the mask reads of them."""
-
-    item: schedule.Item
-    q0: Any
-    reader: reading.Reader
-    values: dict[str, Any]
-
-
 def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[jax.Array, jax.Array]:
     """Compute ``(out [B, T, N, Dv], lse [B, N, T])``; see the module's docstring."""
     traits = _traits(problem)
     plan = Plan(problem, traits, config or configs.choose(problem, traits), packing.kinds(problem.mask))
-    rows = plan.count_q * plan.config.block_q
-    keys = plan.count_k * plan.config.block_k
-    operands, bounds = {}, {}
-    if problem.mask is not None:
-        operands = {
-            name: packing.pack(x, rows, keys, problem.query_length, problem.key_length)
-            for name, x in inputs.mask.operands().items()
-        }
-        bounds = walk.bounds(inputs.mask, problem, plan.config) if traits.scans else {}
+    rows = plan.view.count_rows * plan.view.block_rows
+    operands = packing.pack_all(inputs.mask, plan.view)
+    bounds = walk.bounds(inputs.mask, problem, plan.view) if traits.scans else {}
     scale = inputs.scale.reshape(-1) if problem.scaled else None
     out, lse = _kernel(plan, rows)(Global(inputs.query, inputs.key, inputs.value, scale, operands, bounds))
     return out, lse[:, :, : problem.query_length]
@@ -333,11 +337,11 @@ def load(
     slot_of = lambda n: lax.rem(base + n, jnp.int32(config.stages))
     looks, direct = barriers.v_landed is not None, plan.shapes["v"].copies == 1
 
-    def tile(n, j, key, partial, meanwhile):
-        slot, k0 = slot_of(n), j * config.block_k
+    def load_tile(n, tile, meanwhile):
+        slot, k0 = slot_of(n), tile.index * config.block_k
         plgpu.barrier_wait(barriers.k_empty.at[slot])
         if shared.tile is not None:
-            shared.tile[slot] = key
+            shared.tile[slot] = tile.key
         transfers.fetch(inputs.k, item.b, k0, kv_head, shared.k, slot, barriers.k_full.at[slot])
         for name, ref in shared.cols.items():
             keys = reader.at(name).at[pl.ds(k0, config.block_k)]
@@ -350,16 +354,16 @@ def load(
         if not looks:
             fetch_to(barriers.v_full)
         elif direct:
-            lax.cond(partial, lambda: fetch_to(barriers.v_landed), lambda: fetch_to(barriers.v_full))
+            lax.cond(tile.partial, lambda: fetch_to(barriers.v_landed), lambda: fetch_to(barriers.v_full))
         else:
             fetch_to(barriers.v_landed)
 
-    def look(n, j, partial):
+    def look(n, tile):
         slot = slot_of(n)
         if shared.cols:
             # On every tile, read or not: a waiter keeps count of a barrier's phases by its waits.
             plgpu.barrier_wait(barriers.k_full.at[slot])
-        clear = lambda: hidden.clear(plan, shared, reader, item.i * config.block_q, j, slot)
+        clear = lambda: hidden.clear(plan, shared, reader, item.i * config.block_q, tile.index, slot)
 
         def pass_on(prepare):
             plgpu.barrier_wait(barriers.v_landed.at[slot])
@@ -367,11 +371,11 @@ def load(
             plgpu.barrier_arrive(barriers.v_full.at[slot])
 
         if direct:
-            pl.when(partial)(lambda: pass_on(clear))
+            pl.when(tile.partial)(lambda: pass_on(clear))
         else:
-            pass_on(lambda: pl.when(partial)(clear))
+            pass_on(lambda: pl.when(tile.partial)(clear))
 
-    return base + walk.drive(plan, inputs, item, tile, begin, look if looks else None)
+    return base + walk.drive(plan, inputs, item, load_tile, begin, look if looks else None)
 
 
 # ---- compute -----------------------------------------------------------------------------------
@@ -403,7 +407,7 @@ def compute(
     q_smem = shared.q.tile(warpgroup)
     slot_of = lambda n: lax.rem(base + n, jnp.int32(config.stages))
     reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, q0)
-    rows = Rows(item, q0, reader, reader.rows())
+    rows = reading.Rows(reader, reader.rows())
     tile_scores = functools.partial(_scores, plan, inputs.scale, shared, rows)
 
     plgpu.barrier_wait(barriers.q_full.at[warpgroup])
@@ -513,47 +517,35 @@ def _full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
 
 
 def _scores(
-    plan: Plan, scales: Any, shared: Shared, rows: Rows, visit: walk.Visit, n: Any, slot: Any, s: jax.Array
+    plan: Plan,
+    scales: Any,
+    shared: Shared,
+    rows: reading.Rows,
+    visit: walk.Visit,
+    n: Any,
+    slot: Any,
+    s: jax.Array,
 ) -> jax.Array:
     """Turn the products [64, block_k] of the n-th tile into logits, and hide what the mask hides."""
     problem = plan.problem
-    if problem.scaled or problem.softcap is not None:
-        scale = problem.default_scale
-        if problem.scaled:
-            scale = scales[lax.rem(rows.item.b, jnp.int32(scales.shape[0]))]
-        s, _ = scores.logits(s, scale, problem.softcap, None, tanh=_tanh)
+    if not logits.folds(problem):
+        s, _ = logits.logits(problem, scales, rows.reader.b, s)
     if not plan.masked:
         return s
-    j, partial = visit.tile(n, None if shared.tile is None else shared.tile[slot])
+    tile = visit.tile(plan, n, None if shared.tile is None else shared.tile[slot])
 
     def hide(s):
-        seen = _visible(plan, shared, rows, j * plan.config.block_k, slot)
+        block_k = plan.config.block_k
+        seen = reading.seen(plan, rows, shared.cols, slot, tile.index * block_k, block_k)
         return jnp.where(seen, s, -jnp.inf)
 
-    return lax.cond(partial, hide, lambda s: s, s)
-
-
-def _visible(plan: Plan, shared: Shared, rows: Rows, k0: Any, slot: Any) -> jax.Array:
-    """Say of each of 64 queries and of the keys of a tile whether one sees the other."""
-    problem, shape = plan.problem, (ROWS, plan.config.block_k)
-    # Behind a barrier: the loop would otherwise keep these positions in registers, two for each logit.
-    column = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=WGMMA.reduce(0)))
-    k = lax.broadcast_in_dim(column + k0, shape, [1])
-    if problem.mask is None:
-        return k < problem.key_length
-    row = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=WGMMA.reduce(1)))
-    q = lax.broadcast_in_dim(row + rows.q0, shape, [0])
-    operands = rows.reader.tile(rows.values, shared.cols, slot, k0, k)
-    b = lax.rem(rows.item.b, jnp.int32(problem.batch_period))
-    seen = reading.visible(problem.mask, (b, rows.item.h, q, k), operands, WGMMA)
-    return seen & (k < problem.key_length) if plan.ragged else seen
+    return lax.cond(tile.partial, hide, lambda s: s, s)
 
 
 def _softmax(plan: Plan, m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[jax.Array, ...]:
     """Take one step of the online softmax in base 2, with the scale folded in where it can be."""
     problem = plan.problem
-    plain = not problem.scaled and problem.softcap is None
-    unit = (problem.default_scale if plain else 1.0) * LOG2E
+    unit = (problem.default_scale if logits.folds(problem) else 1.0) * LOG2E
 
     def total(p):
         parts = [p[:, i : i + PARTS] for i in range(0, p.shape[1], PARTS)]
@@ -563,29 +555,6 @@ def _softmax(plan: Plan, m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[jax.
         return parts[0]
 
     return softmax.step(m, l, s, unit=unit, exp=jnp.exp2, total=total, slack=SLACK)
-
-
-def _tanh(x: jax.Array) -> jax.Array:
-    """Compute tanh to 2e-7 of itself; the hardware's own is good to 5e-4, times the softcap.
-
-    Where all numbers of a warp are small, as they are under a softcap that seldom bites, no exponential and
-    no division is due.
-
-    Source: the polynomial near 0 is that of tanhf in Moshier's Cephes library.
-    """
-
-    def near(x):
-        z = x * x
-        y = jnp.full_like(x, TANH[0])
-        for c in TANH[1:]:
-            y = y * z + c
-        return y * z * x + x
-
-    def everywhere(x):
-        far = 1 - 2 * (1 / (1 + jnp.exp2(x * (2 * LOG2E))))
-        return jnp.where(jnp.abs(x) < NEAR, near(x), far)
-
-    return lax.cond(intrinsics.any_in_warp(negative=NEAR - jnp.abs(x)), everywhere, near, x)
 
 
 def _store(plan: Plan, results: tuple[Any, Any], shared: Shared, item: schedule.Item, state: Any) -> None:

@@ -31,6 +31,43 @@ def possible(problem: Problem) -> bool:
     return not (problem.mask.shows_own() and problem.key_length <= problem.query_length)
 
 
+def dead_queries_possible(problem: Problem) -> bool:
+    """Whether the mask may hide every key from a query."""
+    if problem.mask is None:
+        return False
+    return not (problem.mask.shows_own() and problem.query_length <= problem.key_length)
+
+
+def clear_keys(ref: Any) -> None:
+    """Zero what is not finite in a tile of K or V in the backward pass.
+
+    A key that some query sees has made that query's lse or output NaN, and so its gradients: no zero hides
+    it.
+    """
+    for start in range(0, ref.shape[0], ROWS):
+        for part in _parts(ref, start):
+            x = plgpu.load(part, layout=WGMMA)
+            wide = x.astype(jnp.float32)
+            part[...] = jnp.where(wide - wide == 0.0, x, jnp.zeros_like(x))
+
+
+def clear_queries(shared: Any, q_slot: Any, do_slot: Any) -> None:
+    """Zero the rows of a tile of Q and dO that see no key: their lse, as `recompute.starts`, is infinite."""
+    lse = shared.lse.at[q_slot]
+    for start in range(0, lse.shape[0], ROWS):
+        x = plgpu.load(lse.at[pl.ds(start, ROWS)], layout=WGMMA.reduce(1), optimized=False)
+        dead = jnp.where(x - x == 0.0, 0, 1)
+
+        @pl.when(jnp.max(dead) != 0)
+        def _(start=start, dead=dead):
+            for buffer, slot in ((shared.q, q_slot), (shared.do, do_slot)):
+                for part in _parts(buffer.tile(slot), start):
+                    x = plgpu.load(part, layout=WGMMA)
+                    alive = lax.broadcast_in_dim(dead, x.shape, [0]) == 0
+                    part[...] = jnp.where(alive, x, jnp.zeros_like(x))
+            plgpu.commit_smem()
+
+
 def clear(plan: Any, shared: Any, reader: reading.Reader, q0: Any, j: Any, slot: Any) -> None:
     """Zero what is not finite in the tile of V in a slot, where no query of the block from q0 on sees it."""
     v = shared.v.tile(slot)
@@ -52,7 +89,7 @@ def clear(plan: Any, shared: Any, reader: reading.Reader, q0: Any, j: Any, slot:
 
 
 def _parts(v: Any, start: int) -> list[Any]:
-    """Cut 64 rows of a tile of V to pieces that fit few registers."""
+    """Cut 64 rows of a tile to pieces that fit few registers."""
     columns = v.shape[1]
     width = min(columns, 64)
     return [v.at[pl.ds(start, ROWS), pl.ds(c, width)] for c in range(0, columns, width)]

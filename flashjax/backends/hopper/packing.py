@@ -1,12 +1,13 @@
 """What a mask reads, in the form in which the kernel reads it.
 
-A resolved operand has the dimensions [b, h, q, k], each of size 1 or full. What a tile of 64 queries by
-``block_k`` keys needs of it depends on which of q and k are full:
+The rows of a kernel's tile are queries and its columns keys, or the other way round where the kernel is
+``by_key``. A resolved operand has the dimensions [b, h, q, k], each of size 1 or full. What a tile of 64
+rows needs of it depends on which of them are full:
 
-    neither   "scalar"  one number a row and head, read from global memory
-    q         "rows"    a vector of 64, read once for a query tile and held in registers
-    k         "cols"    a vector of block_k, brought into shared memory by the loader beside the tile of K
-    both      "bits"    boolean only: 32 keys are packed into a word, and a tile is block_k / 32 vectors
+    neither   "scalar"  one number a batch row and head, read from global memory
+    rows      "rows"    a vector of 64, held in registers
+    columns   "cols"    a vector, brought into shared memory by the loader beside what it streams
+    both      "bits"    boolean only: 32 columns are packed into a word, and a tile is vectors of words
 
 `pack` makes the arrays, in XLA; nothing it makes is larger than an eighth of what it reads, or than a
 vector per row and head.
@@ -30,19 +31,22 @@ class Kind(NamedTuple):
       form: "scalar", "rows", "cols" or "bits".
       dtype: of the stored numbers.
       boolean: whether its numbers stand for booleans.
-      entry: of "bits", how many queries share one row of words.
+      heads: whether they differ by head.
+      entry: of "bits", how many rows share one row of words.
     """
 
     form: str
     dtype: Any
     boolean: bool
-    entry: int = 1
+    heads: bool
+    entry: int
 
 
-def form_of(operand: Operand) -> str:
-    _, _, q, k = operand.array.shape
+def form_of(operand: Operand, by_key: bool = False) -> str:
+    _, _, *sizes = operand.array.shape
+    rows, columns = reversed(sizes) if by_key else sizes
     return {(False, False): "scalar", (True, False): "rows", (False, True): "cols", (True, True): "bits"}[
-        q > 1, k > 1
+        rows > 1, columns > 1
     ]
 
 
@@ -65,42 +69,55 @@ def refusal(mask: Mask) -> str | None:
     return None
 
 
-def kinds(mask: Mask | None) -> dict[str, Kind]:
+def kinds(mask: Mask | None, by_key: bool = False) -> dict[str, Kind]:
     """Describe the operands of a mask, by name."""
     if mask is None:
         return {}
     return {
         name: Kind(
-            form_of(operand), stored(operand.array.dtype), operand.array.dtype == jnp.bool_, operand.block[0]
+            form_of(operand, by_key),
+            stored(operand.array.dtype),
+            operand.array.dtype == jnp.bool_,
+            operand.array.shape[1] > 1,
+            operand.block[by_key],
         )
         for name, operand in mask.operands().items()
     }
 
 
-def pack(operand: Operand, queries: int, keys: int, query_length: int, key_length: int) -> jax.Array:
+def pack_all(mask: Mask | None, view: Any) -> dict[str, jax.Array]:
+    """Bring the operands of a mask into their stored forms, by name; view is the kernel's `walk.View`."""
+    return {} if mask is None else {name: pack(x, view) for name, x in mask.operands().items()}
+
+
+def pack(operand: Operand, view: Any) -> jax.Array:
     """Bring an operand into its stored form.
 
     Args:
       operand: resolved, with entries that may stand for several queries and keys.
-      queries, keys: the lengths rounded up to whole tiles.
-      query_length, key_length: T and S.
+      view: the kernel's `walk.View`.
 
     Returns:
-      ``[b, h]``, ``[b, h, queries]``, ``[b, h, keys]``, or for "bits" uint32
-      ``[b, h, keys / 32, queries]`` (entries in place of queries where they stand for several).
+      ``[b, h]``, ``[b, h, rows]``, ``[b, h, columns]``, or for "bits" uint32 ``[b, h, columns / 32, rows]``
+      (entries in place of rows where they stand for several); rows and columns in whole tiles.
     """
-    form = form_of(operand)
+    form = form_of(operand, view.by_key)
     x = operand.array
+    rows, columns = view.count_rows * view.block_rows, view.count_columns * view.block_columns
     if form == "bits":
-        return _words(operand, queries, keys, key_length)
+        block = operand.block
+        if view.by_key:
+            x, block = x.swapaxes(2, 3), block[::-1]
+        return _words(x, block, rows, columns, view.columns)
     x = x.astype(stored(x.dtype))
     if form == "scalar":
         return x[:, :, 0, 0]
-    axis, length, padded = (2, query_length, queries) if form == "rows" else (3, key_length, keys)
+    axis = 2 if x.shape[2] > 1 else 3
+    length, padded = (view.rows, rows) if form == "rows" else (view.columns, columns)
     entry = operand.block[axis - 2]
     if entry > 1:
         x = jnp.take(x, jnp.arange(length, dtype=jnp.int32) // entry, axis=axis)
-    x = x[:, :, :, 0] if form == "rows" else x[:, :, 0, :]
+    x = x[:, :, :, 0] if axis == 2 else x[:, :, 0, :]
     return jnp.pad(x, ((0, 0), (0, 0), (0, padded - length)))
 
 
@@ -111,12 +128,11 @@ def stored(dtype: Any) -> Any:
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
-def _words(operand: Operand, queries: int, keys: int, key_length: int) -> jax.Array:
-    x, (entry_q, entry_k) = operand.array, operand.block
-    if entry_k > 1:
-        x = jnp.take(x, jnp.arange(key_length, dtype=jnp.int32) // entry_k, axis=3)
-    missing = (queries - x.shape[2] if entry_q == 1 else 0, keys - key_length)
+def _words(x: jax.Array, entries: tuple[int, int], rows: int, columns: int, length: int) -> jax.Array:
+    if entries[1] > 1:
+        x = jnp.take(x, jnp.arange(length, dtype=jnp.int32) // entries[1], axis=3)
+    missing = (rows - x.shape[2] if entries[0] == 1 else 0, columns - length)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, missing[0]), (0, missing[1])))
-    x = x.reshape(*x.shape[:3], keys // WORD, WORD).astype(jnp.uint32)
+    x = x.reshape(*x.shape[:3], columns // WORD, WORD).astype(jnp.uint32)
     words = jnp.sum(x << jnp.arange(WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
     return words.swapaxes(2, 3)

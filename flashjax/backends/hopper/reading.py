@@ -21,20 +21,20 @@ WGMMA = plgpu.Layout.WGMMA
 
 
 class Reader(NamedTuple):
-    """Reads the packed operands of one query tile in the kernel.
+    """Reads the packed operands of one tile in the kernel.
 
     Attributes:
       kinds: by operand name.
       refs: by operand name, global memory.
       b, h: batch row and query head.
-      q0: first query of the warpgroup's tile.
+      start: first of the warpgroup's 64 rows (queries, or keys where the kernel is by key).
     """
 
     kinds: dict[str, Kind]
     refs: dict[str, Any]
     b: Any
     h: Any
-    q0: Any
+    start: Any
 
     def at(self, name: str) -> Any:
         """Return an operand at this batch row and head."""
@@ -43,39 +43,39 @@ class Reader(NamedTuple):
         return ref.at[lax.rem(self.b, jnp.int32(b)), self.h if h > 1 else 0]
 
     def scalars(self) -> dict[str, Any]:
-        """Read what depends on neither query nor key."""
+        """Read what depends on neither row nor column."""
         return {n: self._number(n, self.at(n)[...]) for n, k in self.kinds.items() if k.form == "scalar"}
 
     def rows(self) -> dict[str, jax.Array]:
-        """Read what depends on the query alone: vectors of 64."""
+        """Read what depends on the row alone: vectors of 64."""
         return {
-            n: plgpu.load(self.at(n).at[pl.ds(self.q0, ROWS)], layout=WGMMA.reduce(1), optimized=False)
+            n: plgpu.load(self.at(n).at[pl.ds(self.start, ROWS)], layout=WGMMA.reduce(1), optimized=False)
             for n, k in self.kinds.items()
             if k.form == "rows"
         }
 
     def tile(
-        self, rows: dict[str, jax.Array], cols: dict[str, Any], slot: Any, k0: Any, k: jax.Array
+        self, rows: dict[str, jax.Array], cols: dict[str, Any], slot: Any, first: Any, columns: jax.Array
     ) -> dict[str, Any]:
-        """Return every operand for the tile that begins at key ``k0``: numbers, or arrays like ``k``.
+        """Return every operand for the tile that begins at column ``first``: numbers, or arrays like it.
 
         Args:
           rows: what `rows` returned.
           cols: the buffers of "cols" operands, in shared memory.
           slot: which stage of them holds the tile.
-          k0: first key.
-          k: key positions ``[64, keys]``.
+          first: position of the first column.
+          columns: positions of the columns ``[64, columns]``.
         """
         values = self.scalars()
         for name, kind in self.kinds.items():
             if kind.form == "rows":
-                x = lax.broadcast_in_dim(rows[name], k.shape, [0])
+                x = lax.broadcast_in_dim(rows[name], columns.shape, [0])
             elif kind.form == "cols":
                 x = plgpu.load(cols[name].at[slot], layout=WGMMA.reduce(0), optimized=False)
-                x = lax.broadcast_in_dim(x, k.shape, [1])
+                x = lax.broadcast_in_dim(x, columns.shape, [1])
             elif kind.form == "bits":
-                words = self._tile_of_words(name, kind, k0, k.shape)
-                x = (words >> lax.rem(k, jnp.int32(WORD)).astype(jnp.uint32)) & jnp.uint32(1)
+                words = self._tile_of_words(name, kind, first, columns.shape)
+                x = (words >> lax.rem(columns, jnp.int32(WORD)).astype(jnp.uint32)) & jnp.uint32(1)
             else:
                 continue
             values[name] = x != 0 if kind.boolean else x
@@ -83,6 +83,8 @@ class Reader(NamedTuple):
 
     def line(self, cols: dict[str, Any], slot: Any, start: int, k0: Any, q: Any) -> dict[str, Any]:
         """Return every operand for query ``q`` and the 64 keys from ``k0`` on: numbers, or vectors of 64.
+
+        Of a kernel whose rows are queries.
 
         Args:
           cols: the buffers of "cols" operands, in shared memory.
@@ -114,34 +116,89 @@ class Reader(NamedTuple):
         word = jnp.where(lane < WORD, low, high)
         return (word >> lax.rem(lane, jnp.int32(WORD)).astype(jnp.uint32)) & jnp.uint32(1)
 
-    def _tile_of_words(self, name: str, kind: Kind, k0: Any, shape: tuple[int, int]) -> jax.Array:
-        first = lax.div(k0, jnp.int32(WORD))
+    def _tile_of_words(self, name: str, kind: Kind, column: Any, shape: tuple[int, int]) -> jax.Array:
+        first = lax.div(column, jnp.int32(WORD))
         columns = [
             plgpu.layout_cast(self._word(name, kind, first + i), WGMMA) for i in range(shape[1] // WORD)
         ]
         return lax.concatenate(columns, 1) if len(columns) > 1 else columns[0]
 
     def _word(self, name: str, kind: Kind, word: Any) -> jax.Array:
-        """Return one word of each of the 64 queries, ``[64, 32]``."""
+        """Return one word of each of the 64 rows, ``[64, 32]``."""
         ref, shape = self.at(name).at[word], (ROWS, WORD)
         if kind.entry == 1:
-            value = plgpu.load(ref.at[pl.ds(self.q0, ROWS)], layout=WGMMA.reduce(1), optimized=False)
+            value = plgpu.load(ref.at[pl.ds(self.start, ROWS)], layout=WGMMA.reduce(1), optimized=False)
             return lax.broadcast_in_dim(value, shape, [0])
-        # Rows of blocks: the few that these queries meet, each a scalar, laid out by comparison.
-        first = lax.div(self.q0, jnp.int32(kind.entry))
+        # Rows of blocks: the few that these rows meet, each a scalar, laid out by comparison.
+        first = lax.div(self.start, jnp.int32(kind.entry))
         last = ref.shape[-1] - 1
         if kind.entry % ROWS == 0:
             return lax.broadcast_in_dim(ref[jnp.minimum(first, last)], shape, [])
         count = -(-(ROWS - 1) // kind.entry) + 1
-        q = self.q0 + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1))
+        row = self.start + plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1))
         value = lax.broadcast_in_dim(ref[jnp.minimum(first, last)], (ROWS,), [])
         for i in range(1, count):
             here = lax.broadcast_in_dim(ref[jnp.minimum(first + i, last)], (ROWS,), [])
-            value = jnp.where(q >= (first + i) * kind.entry, here, value)
+            value = jnp.where(row >= (first + i) * kind.entry, here, value)
         return lax.broadcast_in_dim(value, shape, [0])
 
     def _number(self, name: str, x: Any) -> Any:
         return x != 0 if self.kinds[name].boolean else x
+
+
+class Rows(NamedTuple):
+    """The 64 rows of one warpgroup: where they are, and what the mask reads of them."""
+
+    reader: Reader
+    values: dict[str, jax.Array]
+
+
+class Held(NamedTuple):
+    """The 64 rows of one warpgroup of a kernel that walks along several heads.
+
+    Attributes:
+      plan, inputs, item: of the kernel.
+      start: first row.
+      values: what the mask reads of the rows, None where that differs by head.
+    """
+
+    plan: Any
+    inputs: Any
+    item: Any
+    start: Any
+    values: dict[str, jax.Array] | None
+
+    def rows(self, tile: Any) -> Rows:
+        """Return the rows as a tile needs them."""
+        head = self.item.h * self.plan.group + tile.g
+        reader = Reader(self.plan.kinds, self.inputs.operands, self.item.b, head, self.start)
+        return Rows(reader, reader.rows() if self.values is None else self.values)
+
+
+def hold(plan: Any, inputs: Any, item: Any, start: Any) -> Held:
+    """Read what the mask needs of 64 rows, where it is the same for all heads of a group."""
+    reader = Reader(plan.kinds, inputs.operands, item.b, item.h * plan.group, start)
+    by_head = plan.group > 1 and any(k.heads for k in plan.kinds.values() if k.form == "rows")
+    return Held(plan, inputs, item, start, None if by_head else reader.rows())
+
+
+def seen(plan: Any, rows: Rows, cols: dict[str, Any], slot: Any, first: Any, count: int) -> jax.Array:
+    """Say of each of 64 rows and ``count`` columns from ``first`` on whether the query sees the key."""
+    problem, shape = plan.problem, (ROWS, count)
+    # Behind a barrier: the loop would otherwise keep these positions in registers, two for each logit.
+    column = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=WGMMA.reduce(0)))
+    columns = lax.broadcast_in_dim(column + first, shape, [1])
+    if problem.mask is None and not plan.view.by_key:
+        return columns < problem.key_length
+    row = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=WGMMA.reduce(1)))
+    lines = lax.broadcast_in_dim(row + rows.reader.start, shape, [0])
+    q, k = (columns, lines) if plan.view.by_key else (lines, columns)
+    if problem.mask is None:
+        return k < problem.key_length
+    operands = rows.reader.tile(rows.values, cols, slot, first, columns)
+    b = lax.rem(rows.reader.b, jnp.int32(problem.batch_period))
+    result = visible(problem.mask, (b, rows.reader.h, q, k), operands, WGMMA)
+    return result & (k < problem.key_length) if plan.ragged else result
 
 
 def visible(mask: Mask, position: tuple[Any, ...], operands: dict[str, Any], layout: Any) -> jax.Array:

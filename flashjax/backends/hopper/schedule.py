@@ -23,26 +23,42 @@ from jax import lax
 from flashjax.backends.hopper import intrinsics
 
 
+class Work(NamedTuple):
+    """What a kernel shares out: ``tiles`` tiles of each of ``heads`` heads of each of ``batch`` rows.
+
+    Attributes:
+      batch, heads, tiles: how many of each.
+      heads_first: whether heads count fastest and the last tile comes first, or tiles count fastest in
+        rising order.
+    """
+
+    batch: int
+    heads: int
+    tiles: int
+    heads_first: bool
+
+
 class Item(NamedTuple):
-    """One query tile of one head: what a block works on at a time."""
+    """One tile of one head: what a block works on at a time."""
 
     b: Any
     h: Any
     i: Any
 
 
-def items(plan: Any) -> int:
-    """Return the number of query tiles over all heads."""
-    problem = plan.problem
-    return problem.batch * problem.heads * plan.count_q
+def items(work: Work) -> int:
+    """Return the number of items."""
+    return work.batch * work.heads * work.tiles
 
 
-def item_of(plan: Any, n: Any) -> Item:
-    """Return the n-th query tile."""
-    heads, count_q = plan.problem.heads, plan.count_q
-    tile, h = lax.div(n, jnp.int32(heads)), lax.rem(n, jnp.int32(heads))
-    b, i = lax.div(tile, jnp.int32(count_q)), lax.rem(tile, jnp.int32(count_q))
-    return Item(b, h, count_q - 1 - i)
+def item_of(work: Work, n: Any) -> Item:
+    """Return the n-th item."""
+    if work.heads_first:
+        tile, h = lax.div(n, jnp.int32(work.heads)), lax.rem(n, jnp.int32(work.heads))
+        b, i = lax.div(tile, jnp.int32(work.tiles)), lax.rem(tile, jnp.int32(work.tiles))
+        return Item(b, h, work.tiles - 1 - i)
+    head, i = lax.div(n, jnp.int32(work.tiles)), lax.rem(n, jnp.int32(work.tiles))
+    return Item(lax.div(head, jnp.int32(work.heads)), lax.rem(head, jnp.int32(work.heads)), i)
 
 
 def lead(plan: Any, shared: Any, barriers: Any, counter: Any, work: Any) -> None:
@@ -64,7 +80,7 @@ def lead(plan: Any, shared: Any, barriers: Any, counter: Any, work: Any) -> None
         plgpu.barrier_arrive(barriers.order_full)
 
     def one(n, base):
-        return work(item_of(plan, n), base, lambda count: tell(n, count))
+        return work(item_of(plan.work, n), base, lambda count: tell(n, count))
 
     if not plan.queue:
         _by_number(plan, one)
@@ -76,7 +92,7 @@ def lead(plan: Any, shared: Any, barriers: Any, counter: Any, work: Any) -> None
         after = intrinsics.take(counter, shared.mailbox) + plan.blocks
         return after, one(n, base)
 
-    n, _ = lax.while_loop(lambda state: state[0] < items(plan), turn, (block, jnp.int32(0)))
+    n, _ = lax.while_loop(lambda state: state[0] < items(plan.work), turn, (block, jnp.int32(0)))
     tell(n, None)
 
 
@@ -92,22 +108,22 @@ def follow(plan: Any, shared: Any, barriers: Any, work: Any) -> None:
         return n, count
 
     if not plan.queue:
-        _by_number(plan, lambda n, base: work(item_of(plan, n), base, order()[1]))
+        _by_number(plan, lambda n, base: work(item_of(plan.work, n), base, order()[1]))
         return
 
     def turn(state):
         n, count, base = state
-        base = work(item_of(plan, n), base, count)
+        base = work(item_of(plan.work, n), base, count)
         return *order(), base
 
-    lax.while_loop(lambda state: state[0] < items(plan), turn, (*order(), jnp.int32(0)))
+    lax.while_loop(lambda state: state[0] < items(plan.work), turn, (*order(), jnp.int32(0)))
 
 
 def _by_number(plan: Any, one: Any) -> None:
     """Go through every n-th query tile of n blocks, or through the one of a block."""
     block = lax.axis_index("block")
-    if plan.blocks == items(plan):
+    if plan.blocks == items(plan.work):
         one(block, jnp.int32(0))
     else:
-        count = lax.div(items(plan) - 1 - block, jnp.int32(plan.blocks)) + 1
+        count = lax.div(items(plan.work) - 1 - block, jnp.int32(plan.blocks)) + 1
         lax.fori_loop(0, count, lambda n, base: one(block + n * plan.blocks, base), jnp.int32(0))

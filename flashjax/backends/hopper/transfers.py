@@ -48,9 +48,15 @@ class Shape(NamedTuple):
         return down * across if self.split else 1
 
 
-def shape(count: int, rows: int, length: int, dim: int) -> Shape:
-    """Describe ``count`` buffers for tiles of ``rows`` rows of an array ``[B, length, heads, dim]``."""
-    return Shape(count, rows, padded(dim), length % PIECE != 0 or padded(dim) != dim, rows)
+def shape(count: int, rows: int, length: int, dim: int, columns: int | None = None) -> Shape:
+    """Describe ``count`` buffers for tiles of ``rows`` rows of an array ``[B, length, heads, dim]``.
+
+    Args:
+      count, rows, length, dim: see above.
+      columns: of a tile in shared memory, at least ``padded(dim)``, which it is by default.
+    """
+    columns = columns or padded(dim)
+    return Shape(count, rows, columns, length % PIECE != 0 or columns != dim, rows)
 
 
 def shared(a: Shape, b: Shape) -> tuple[Shape, Shape] | None:

@@ -1,15 +1,17 @@
-"""Which key tiles a query tile visits.
+"""Which tiles a block visits.
 
-Two ways, chosen by the mask when the kernel is traced:
+A block owns a tile of rows and walks along the columns: rows are queries and columns keys, or the other
+way round where the kernel is by key. Then it walks along the queries of each head of the group in turn. Two
+ways, chosen by the mask when the kernel is traced:
 
-- A closed form (`Mask.span`): causal, windows, lengths, prefixes and what they compose to see one run of
-  keys. Loader and compute warpgroups work its ends out from a few scalars, and go through it from the
-  last tile to the first. A warpgroup whose own rows see less than the block's skips what they do not see.
+- A closed form (`Mask.span`, `Mask.seen_by`): causal, windows, lengths, prefixes and what they compose to see
+  one run. Its ends are worked out from a few scalars, and it is walked from the masked end: keys from the
+  last tile to the first, queries from the first to the last.
 - A scan, for everything else: the loader classifies up to 1024 tiles at once, a few a thread, by
   `Mask.tile` on the bounds of each operand, and then finds the next visible one by a minimum over the
   warpgroup, while the others compute. It hands each tile's number on through shared memory.
 
-Either way a query tile that sees nothing visits one tile, masked throughout.
+Either way a block that sees nothing visits one tile, masked throughout.
 """
 
 import functools
@@ -23,12 +25,54 @@ from jax import lax
 
 from flashjax import tiles
 from flashjax.backends.hopper import packing, reading
-from flashjax.backends.hopper.config import ROWS, WARPGROUP, Config
+from flashjax.backends.hopper.config import ROWS, WARPGROUP
 from flashjax.masks import Mask, Range
 from flashjax.problem import Problem
 
 MOST = 8 * WARPGROUP  # tiles that are classified at once
 NEVER = 2**30
+
+
+class View(NamedTuple):
+    """The lengths and tiles of a kernel.
+
+    Attributes:
+      by_key: whether its rows are keys and its columns queries; otherwise the reverse.
+      rows, columns: lengths.
+      block_rows, block_columns: of a tile.
+    """
+
+    by_key: bool
+    rows: int
+    columns: int
+    block_rows: int
+    block_columns: int
+
+    @property
+    def count_rows(self) -> int:
+        """Tiles of rows."""
+        return -(-self.rows // self.block_rows)
+
+    @property
+    def count_columns(self) -> int:
+        """Tiles of columns."""
+        return -(-self.columns // self.block_columns)
+
+
+class Tile(NamedTuple):
+    """One tile that a block visits.
+
+    Attributes:
+      g: head of the group.
+      index: number of the tile of columns.
+      partial: whether the mask must be evaluated there.
+      key: what `decode` makes this tile of; None where nobody needs it.
+    """
+
+    g: Any
+    index: Any
+    partial: Any
+    key: Any
 
 
 class Visit(NamedTuple):
@@ -47,46 +91,61 @@ class Visit(NamedTuple):
     uneven: bool
     run: Any
 
-    def tile(self, n: Any, key: Any) -> tuple[Any, Any]:
-        """Return the number of the n-th tile, and whether the mask must be evaluated there."""
-        if self.run is None:
-            return _split(key)
-        j = self.run.end - 1 - n
-        return j, self.run.partial(j)
+    def tile(self, plan: Any, n: Any, key: Any) -> Tile:
+        """Return the n-th tile; key is what the loader handed on with it."""
+        return decode(plan, key) if self.run is None else self.run.tile(n)
 
 
 class Run(NamedTuple):
-    """Tiles first..end - 1, of which whole_first..whole_end - 1 need no mask."""
+    """Tiles first..end - 1, of which whole_first..whole_end - 1 need no mask.
 
+    Where there is a ``turn``, the walk begins so many tiles later, and goes round.
+    """
+
+    by_key: bool
     first: Any
     end: Any
     whole_first: Any
     whole_end: Any
+    turn: Any = None
 
-    def partial(self, j: Any) -> Any:
-        """Whether the mask must be evaluated in tile j."""
-        return (j < self.whole_first) | (j >= self.whole_end)
+    @property
+    def count(self) -> Any:
+        return self.end - self.first
+
+    def tile(self, n: Any) -> Tile:
+        """Return the n-th tile of the walk along one head."""
+        index = self.first + n if self.by_key else self.end - 1 - n
+        if self.turn is not None:
+            index = lax.rem(n + self.turn, self.end)
+        return Tile(jnp.int32(0), index, (index < self.whole_first) | (index >= self.whole_end), None)
 
 
-def scans(problem: Problem) -> bool:
+def scans(problem: Problem, by_key: bool = False) -> bool:
     """Whether the loader must look for the visible tiles."""
     if problem.mask is None:
         return False
-    zeros = {name: jnp.int32(0) for name in problem.mask.operands()}
-    if any(max(x.array.shape[2:]) > 1 for x in problem.mask.operands().values()):
+    operands = problem.mask.operands()
+    zeros = {name: jnp.int32(0) for name in operands}
+    # A walk along several heads takes one run for all of them.
+    if any(max(x.array.shape[1 if by_key else 2 :]) > 1 for x in operands.values()):
         return True
     found = []
     jax.eval_shape(lambda: found.append(problem.mask.span(0, 0, Range(jnp.int32(0), jnp.int32(1)), **zeros)))
     return found[0] is None
 
 
-def bounds(mask: Mask, problem: Problem, config: Config) -> dict[str, Range]:
-    """Bound every operand in every tile, where the loader scans: int32 or float ``[b, h, i, tiles]``."""
-    blocks = tiles.Blocks(problem.query_length, problem.key_length, config.block_q, config.block_k)
-    size, chunks = _chunks(blocks.count_k)
+def bounds(mask: Mask, problem: Problem, view: View) -> dict[str, Range]:
+    """Bound every operand in every tile, where the loader scans: int32 or float ``[b, h, rows, columns]``."""
+    block_q, block_k = view.block_rows, view.block_columns
+    if view.by_key:
+        block_q, block_k = block_k, block_q
+    blocks = tiles.Blocks(problem.query_length, problem.key_length, block_q, block_k)
+    size, chunks = _chunks(view.count_columns)
 
     def stored(x):
-        missing = size * chunks - x.shape[3] if x.shape[3] > 1 or blocks.count_k == 1 else 0
+        x = x.swapaxes(2, 3) if view.by_key else x
+        missing = size * chunks - x.shape[3] if x.shape[3] > 1 or view.count_columns == 1 else 0
         return jnp.pad(x.astype(packing.stored(x.dtype)), ((0, 0), (0, 0), (0, 0), (0, missing)))
 
     return {name: Range(*(stored(x) for x in pair)) for name, pair in tiles.summarize(mask, blocks).items()}
@@ -99,98 +158,123 @@ def _chunks(count: int) -> tuple[int, int]:
 
 
 def drive(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any) -> Any:
-    """Go through the tiles of a query tile as their loader.
+    """Go through the tiles of an item as their loader.
 
     Args:
-      plan, inputs, item: what the kernel knows, its arrays, and the query tile.
-      load: ``load(n, tile, key, partial, meanwhile)`` for each tile; key is what `Visit.tile` takes, partial
-        whether the mask must be evaluated there, and meanwhile what to do once K is on its way.
+      plan, inputs, item: what the kernel knows, its arrays, and what it works on.
+      load: ``load(n, tile, meanwhile)`` for each `Tile`; meanwhile is what to do once the first of its copies
+        is on its way.
       publish: ``publish(count)`` before the first; None where all can work the count out.
-      look: ``look(n, tile, partial)`` for each tile, once the next one's K is on its way; None looks at none.
+      look: ``look(n, tile)`` for each tile, in the next one's meanwhile; None looks at none.
 
     Returns:
       How many tiles there were.
     """
     if plan.traits.scans:
         return _scan(plan, inputs, item, load, publish, look)
-    publish(None)
-    run = _run(plan, inputs, item, item.i * plan.config.block_q, plan.config.block_q)
-    count = run.end - run.first
-    last = lambda n: (n, run.end - 1 - n, run.partial(run.end - 1 - n))
+    view = plan.view
+    if not plan.hands_on:
+        publish(None)
+    run = run_of(plan, inputs, item, item.i * view.block_rows, view.block_rows)
+    count = run.count * plan.group
+    if plan.hands_on:
+        publish(count)
     meanwhile = functools.partial(_look_back, look)
+    tile_of = lambda n: nth(plan, run, item, n)
 
     def step(n, _):
-        _, j, partial = last(n)
-        load(n, j, None, partial, meanwhile(n, lambda: last(n - 1)))
+        tile = tile_of(n)
+        load(n, tile, meanwhile(n, lambda: tile_of(n - 1)))
 
     lax.fori_loop(0, count, step, None)
     if look is not None:
-        look(*last(count - 1))
+        look(count - 1, tile_of(count - 1))
     return count
 
 
+def nth(plan: Any, run: Run, item: Any, n: Any) -> Tile:
+    """Return the n-th tile of a walk along all heads of the group."""
+    if plan.group == 1:
+        tile = run.tile(n)
+    else:
+        tile = run.tile(lax.rem(n, run.count))._replace(g=lax.div(n, run.count))
+    return tile._replace(key=encode(plan, tile)) if plan.hands_on else tile
+
+
+def encode(plan: Any, tile: Tile) -> Any:
+    """Make one number of a tile."""
+    index = tile.index + tile.g * plan.view.count_columns
+    return 2 * index + jnp.where(tile.partial, 1, 0)
+
+
+def decode(plan: Any, key: Any) -> Tile:
+    """Return the tile of a number."""
+    index, partial = lax.div(key, jnp.int32(2)), lax.rem(key, jnp.int32(2)) == 1
+    if plan.group == 1:
+        return Tile(jnp.int32(0), index, partial, key)
+    count = jnp.int32(plan.view.count_columns)
+    return Tile(lax.div(index, count), lax.rem(index, count), partial, key)
+
+
 def _scan(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any) -> Any:
-    _, chunks = _chunks(plan.count_k)
+    _, chunks = _chunks(plan.view.count_columns)
+    rounds = chunks * plan.group
     keys_of = functools.partial(_keys, plan, inputs, item)
     visible = lambda keys: jnp.sum(jnp.where(keys < NEVER, 1, 0))
-    last = lambda n, key: (n, *_split(key))
+    tile_of = functools.partial(decode, plan)
 
-    def chunk(keys, state):
+    def go(keys, state):
         def step(_, state):
             n, before = state
             key = jnp.min(jnp.where(keys > before, keys, NEVER))
-            j, partial = _split(key)
-            load(n, j, key, partial, _look_back(look, n, lambda: last(n - 1, before)))
+            load(n, tile_of(key), _look_back(look, n, lambda: tile_of(before)))
             return n + 1, key
 
         return lax.fori_loop(0, visible(keys), step, state)
 
     start = (jnp.int32(0), jnp.int32(-1))
-    if chunks == 1:
+    if rounds == 1:
         keys = keys_of(0)
         total = visible(keys)
         publish(jnp.maximum(total, 1))
-        count, key = chunk(_at_least_first(keys, 0, total), start)
+        count, key = go(_at_least_first(keys, 0, total), start)
     else:
-        total = lax.fori_loop(0, chunks, lambda c, n: n + visible(keys_of(c)), jnp.int32(0))
+        total = lax.fori_loop(0, rounds, lambda r, n: n + visible(keys_of(r)), jnp.int32(0))
         publish(jnp.maximum(total, 1))
-        visit = lambda c, state: chunk(_at_least_first(keys_of(c), c, total), state)
-        count, key = lax.fori_loop(0, chunks, visit, start)
+        visit = lambda r, state: go(_at_least_first(keys_of(r), r, total), state)
+        count, key = lax.fori_loop(0, rounds, visit, start)
     if look is not None:
-        look(*last(count - 1, key))
+        look(count - 1, tile_of(key))
     return count
 
 
 def _look_back(look: Any, n: Any, before: Any) -> Any:
     """Return what looks at the tile before the n-th, or does nothing."""
-    return lambda: None if look is None else pl.when(n > 0)(lambda: look(*before()))
+    return lambda: None if look is None else pl.when(n > 0)(lambda: look(n - 1, before()))
 
 
-def _at_least_first(keys: jax.Array, chunk: Any, total: Any) -> jax.Array:
+def _at_least_first(keys: jax.Array, round_: Any, total: Any) -> jax.Array:
     """Make the first tile count as partly visible where none is visible at all."""
     layout = plgpu.Layout.WG_STRIDED(keys.shape, 1)
-    index = plgpu.broadcasted_iota(jnp.int32, keys.shape, 0, layout=layout) + chunk * keys.shape[0]
+    index = plgpu.broadcasted_iota(jnp.int32, keys.shape, 0, layout=layout) + round_ * keys.shape[0]
     return jnp.where((index == 0) & (total == 0), 1, keys)
 
 
-def _split(key: Any) -> tuple[Any, Any]:
-    """Return the number of a tile, and whether it is only partly visible."""
-    return lax.div(key, jnp.int32(2)), lax.rem(key, jnp.int32(2)) == 1
-
-
-def _keys(plan: Any, inputs: Any, item: Any, chunk: Any) -> jax.Array:
-    """Classify a chunk of tiles: ``2 * tile + 1`` where partly visible, ``2 * tile`` if wholly, or NEVER."""
-    problem, config = plan.problem, plan.config
-    size, _ = _chunks(plan.count_k)
+def _keys(plan: Any, inputs: Any, item: Any, round_: Any) -> jax.Array:
+    """Classify a chunk of tiles: twice the number of a tile, and 1 more if partly visible, or NEVER."""
+    problem, view = plan.problem, plan.view
+    size, chunks = _chunks(view.count_columns)
     layout = plgpu.Layout.WG_STRIDED((size,), 1)
+    g, chunk = (0, round_) if plan.group == 1 else _split(round_, chunks)
+    head = item.h if plan.group == 1 else item.h * plan.group + g
     index = plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout) + chunk * size
-    q0, k0 = item.i * config.block_q, index * config.block_k
-    q = Range(q0, jnp.minimum(q0 + (config.block_q - 1), problem.query_length - 1))
-    k = Range(k0, jnp.minimum(k0 + (config.block_k - 1), problem.key_length - 1))
+    r0, c0 = item.i * view.block_rows, index * view.block_columns
+    rows = Range(r0, jnp.minimum(r0 + (view.block_rows - 1), view.rows - 1))
+    columns = Range(c0, jnp.minimum(c0 + (view.block_columns - 1), view.columns - 1))
 
     def bound(ref, boolean):
         b, h, i, _ = ref.shape
-        ref = ref.at[lax.rem(item.b, jnp.int32(b)), item.h if h > 1 else 0, item.i if i > 1 else 0]
+        ref = ref.at[lax.rem(item.b, jnp.int32(b)), head if h > 1 else 0, item.i if i > 1 else 0]
         if ref.shape[0] == 1:
             x = ref[0]
         else:
@@ -203,47 +287,66 @@ def _keys(plan: Any, inputs: Any, item: Any, chunk: Any) -> jax.Array:
     }
     b = lax.rem(item.b, jnp.int32(problem.batch_period))
     known = reading.without_not(lambda *args: problem.mask.tile(*args[:4], **args[4]))
+    q, k = (columns, rows) if view.by_key else (rows, columns)
     empty, full = (
-        plgpu.layout_cast(jnp.broadcast_to(x, index.shape), layout) for x in known(b, item.h, q, k, operands)
+        plgpu.layout_cast(jnp.broadcast_to(x, index.shape), layout) for x in known(b, head, q, k, operands)
     )
     if plan.ragged:
-        full = full & (index != plan.count_k - 1)
-    keys = 2 * index + jnp.where(full, 0, 1)
+        # The tile of keys that reaches beyond S.
+        full = full & (item.i != view.count_rows - 1 if view.by_key else index != view.count_columns - 1)
+    keys = 2 * (index + g * view.count_columns) + jnp.where(full, 0, 1)
     keys = jnp.where(empty, NEVER, keys)
-    return jnp.where(index < plan.count_k, keys, NEVER)
+    return jnp.where(index < view.count_columns, keys, NEVER)
+
+
+def _split(n: Any, count: int) -> tuple[Any, Any]:
+    return (n, 0) if count == 1 else (lax.div(n, jnp.int32(count)), lax.rem(n, jnp.int32(count)))
 
 
 def follow(plan: Any, inputs: Any, item: Any, q0: Any, count: Any) -> Visit:
     """Say which tiles the warpgroup of queries q0.. computes."""
     if plan.traits.scans:
         return Visit(count, jnp.int32(0), count, False, None)
-    block = _run(plan, inputs, item, item.i * plan.config.block_q, plan.config.block_q)
-    count = block.end - block.first
+    view = plan.view
+    block = run_of(plan, inputs, item, item.i * view.block_rows, view.block_rows)
     if plan.problem.mask is None:
-        return Visit(count, jnp.int32(0), count, False, block)
-    own = _run(plan, inputs, item, q0, ROWS)
+        return Visit(block.count, jnp.int32(0), block.count, False, block)
+    own = run_of(plan, inputs, item, q0, ROWS)
     # The warpgroup's run lies within the block's, or is the one tile of rows that see nothing.
     end = jnp.clip(own.end, block.first + 1, block.end)
     first = jnp.clip(own.first, block.first, end - 1)
-    run = Run(block.first, block.end, own.whole_first, own.whole_end)
-    return Visit(count, block.end - end, block.end - first, True, run)
+    run = block._replace(whole_first=own.whole_first, whole_end=own.whole_end)
+    return Visit(block.count, block.end - end, block.end - first, True, run)
 
 
-def _run(plan: Any, inputs: Any, item: Any, q0: Any, rows: int) -> Run:
-    problem, block_k = plan.problem, plan.config.block_k
-    last_key = problem.key_length - 1
+def run_of(plan: Any, inputs: Any, item: Any, start: Any, rows: int) -> Run:
+    """Return the run of tiles that so many rows from ``start`` on visit, in closed form."""
+    problem, view = plan.problem, plan.view
+    block, last = view.block_columns, view.columns - 1
+    zero, reach = jnp.int32(0), view.columns
+    if view.by_key:
+        reach = view.count_columns * block  # no mask is due for queries beyond T
     if problem.mask is None:
-        zero = jnp.int32(0)
-        return Run(zero, jnp.int32(plan.count_k), zero, jnp.int32(problem.key_length // block_k))
-    reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, None)
-    b = lax.rem(item.b, jnp.int32(problem.batch_period))
-    q = Range(q0, jnp.minimum(q0 + (rows - 1), problem.query_length - 1))
-    seen, whole = problem.mask.span(b, item.h, q, **reader.scalars())
-    tile_of = lambda k: lax.div(jnp.int32(k), jnp.int32(block_k))
-    end = tile_of(jnp.clip(seen.hi, -1, last_key) + block_k)
-    first = tile_of(jnp.clip(seen.lo, 0, last_key))
-    end = jnp.maximum(end, 1)
-    first = jnp.minimum(first, end - 1)
-    whole_first = tile_of(jnp.clip(whole.lo, 0, last_key) + (block_k - 1))
-    whole_end = tile_of(jnp.clip(whole.hi, -1, last_key) + 1)
-    return Run(first, end, whole_first, whole_end)
+        run = Run(view.by_key, zero, jnp.int32(view.count_columns), zero, jnp.int32(reach // block))
+        if view.by_key:
+            # Neighbours begin apart, so that they do not add to the same tile of dQ at a time.
+            turn = lax.div(item.i * view.block_rows, jnp.int32(block))
+            run = run._replace(turn=lax.rem(turn, jnp.int32(view.count_columns)))
+    else:
+        head = item.h if plan.group == 1 else item.h * plan.group
+        reader = reading.Reader(plan.kinds, inputs.operands, item.b, head, None)
+        b = lax.rem(item.b, jnp.int32(problem.batch_period))
+        own = Range(start, jnp.minimum(start + (rows - 1), view.rows - 1))
+        bound = problem.mask.seen_by if view.by_key else problem.mask.span
+        seen, whole = bound(b, head, own, **reader.scalars())
+        tile_of = lambda x: lax.div(jnp.int32(x), jnp.int32(block))
+        end = tile_of(jnp.clip(seen.hi, -1, last) + block)
+        first = tile_of(jnp.clip(seen.lo, 0, last))
+        end = jnp.maximum(end, 1)
+        first = jnp.minimum(first, end - 1)
+        whole_first = tile_of(jnp.clip(whole.lo, 0, last) + (block - 1))
+        whole_end = tile_of(jnp.clip(whole.hi, -1, reach - 1) + 1)
+        run = Run(view.by_key, first, end, whole_first, whole_end)
+    if view.by_key and plan.ragged:
+        run = run._replace(whole_end=jnp.where(item.i == view.count_rows - 1, 0, run.whole_end))
+    return run

@@ -1,0 +1,464 @@
+"""The backward kernel: dQ, dK and dV of FlashAttention in one pass over the tiles, in Pallas Mosaic GPU.
+
+Work partition. A block computes dK and dV of ``block_k`` keys of one key/value head at a time: it walks along
+the queries of every head of the group, recomputes the probabilities of each tile, and adds the tile's share
+of dQ to a float32 array in global memory, by the TMA. One more warpgroup loads, and stores dK and dV. How
+the compute warpgroups share a tile out:
+
+    backward_keys   by keys, 64 each: head dims up to 128
+    backward_roles  one makes P, one dS, and each has half of the columns of all gradients: up to 256
+
+dQ is added to in whatever order the blocks arrive at it. Where the backward pass must repeat bit for bit,
+this kernel leaves dQ out, and another one computes it by query tile (`backward_queries`): seven products a
+tile instead of five.
+
+Barriers (full: loader to compute, empty: compute to loader):
+
+    kv_full            the block's K and V
+    q_full, q_empty    a stage of Q, with lse, the mask's vectors over queries and the tile's number
+    do_full, do_empty  a stage of dO, with delta
+    q_landed, do_landed
+                       the same, where the loader clears them before they are full (see `hidden`)
+    results            dK and dV, where K and V were
+    ds_full, ds_empty, p_full, p_empty
+                       P and dS on their way from one compute warpgroup to the other
+    met                the compute warpgroups wait for one another
+    order_full, order_empty
+                       what comes next, where only the loader knows it (see `schedule`)
+
+Shared memory, in bytes, with padded head dims D and Dv: K, V, dK and dV 2 * block_k * (D + Dv); Q and dO
+2 * block_q * (stages_q * D + stages_do * Dv); dS 4 * block_k * block_q (by keys), P and dS as much together
+(by roles); dQ 4 * 64 * 64 a warpgroup; lse, delta and the mask's vectors over queries 4 * block_q a stage. A
+block may have 232,448.
+
+Source: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttention-2" (2023), algorithm 2; Shah et
+al., "FlashAttention-3" (2024), section 3 and appendix B.1 (dQ from shared memory).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from flashjax.backends import hopper
+from flashjax.backends.hopper import (
+    backward_keys,
+    backward_queries,
+    backward_roles,
+    hidden,
+    intrinsics,
+    packing,
+    reading,
+    recompute,
+    schedule,
+    transfers,
+    walk,
+)
+from flashjax.backends.hopper import config as configs
+from flashjax.backends.hopper.config import ROWS, BackwardConfig
+from flashjax.problem import Gradients, Inputs, Problem, Wanted
+
+PARTS = 64  # columns of dQ that one store takes
+
+
+class Plan(NamedTuple):
+    """What the kernel knows when it is traced.
+
+    Attributes:
+      adds: whether it adds up dQ.
+    """
+
+    problem: Problem
+    traits: configs.BackwardTraits
+    config: BackwardConfig
+    kinds: dict[str, packing.Kind]
+    adds: bool
+
+    @property
+    def view(self) -> walk.View:
+        problem, config = self.problem, self.config
+        lengths = problem.key_length, problem.query_length
+        return walk.View(True, *lengths, config.block_k, config.block_q)
+
+    @property
+    def work(self) -> schedule.Work:
+        problem = self.problem
+        return schedule.Work(problem.batch, problem.kv_heads, self.view.count_rows, heads_first=False)
+
+    @property
+    def group(self) -> int:
+        """Heads that a block walks along."""
+        return self.problem.group
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        items = schedule.items(self.work)
+        return items if self.config.schedule == "blocks" else min(items, hopper.multiprocessors())
+
+    @property
+    def queue(self) -> bool:
+        """Whether blocks take key tiles from a counter."""
+        return self.config.schedule == "queue" and self.blocks < schedule.items(self.work)
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether the loader tells the others which tile it has loaded."""
+        return self.problem.mask is not None or self.group > 1
+
+    @property
+    def orders(self) -> bool:
+        """Whether the loader tells the others what comes next."""
+        return self.hands_on or self.queue
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last key tile reaches beyond S."""
+        return self.problem.key_length % self.config.block_k != 0
+
+    @property
+    def masked(self) -> bool:
+        return self.problem.mask is not None or self.ragged
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Columns of q and k, and of v, in shared memory."""
+        d, dv = (configs.padded(x) for x in (self.problem.head_dim, self.problem.value_dim))
+        if self.config.roles:
+            return tuple(128 if x <= 128 else 256 for x in (d, dv))
+        return (d, dv) if self.config.block_q == 2 * ROWS else (2 * PARTS, dv)
+
+    @property
+    def dq_tile(self) -> tuple[int, int]:
+        """Rows and columns of dQ that a warpgroup stores at a time."""
+        d, _ = self.columns
+        return ROWS, min(d, PARTS)
+
+    @property
+    def shapes(self) -> dict[str, transfers.Shape]:
+        """The tiles of q, k, v and dout; those of dk and dv are those of k and v."""
+        problem, config = self.problem, self.config
+        d, dv = self.columns
+        keys = 1, config.block_k, problem.key_length
+        queries = config.block_q, problem.query_length
+        return {
+            "q": transfers.shape(config.stages_q, *queries, problem.head_dim, d),
+            "do": transfers.shape(config.stages_do, *queries, problem.value_dim, dv),
+            "k": transfers.shape(*keys, problem.head_dim, d),
+            "v": transfers.shape(*keys, problem.value_dim, dv),
+        }
+
+
+class Global(NamedTuple):
+    """Arrays in global memory; lse and delta are `recompute.starts`."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    lse: Any
+    delta: Any
+    scale: Any
+    operands: dict[str, Any]
+    bounds: dict[str, Any]
+    dq: Any
+
+
+class Shared(NamedTuple):
+    """Buffers in shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    lse: Any
+    delta: Any
+    p: Any
+    ps: Any
+    ds: Any
+    dq: Any
+    cols: dict[str, Any]
+    tile: Any
+    order: Any
+    mailbox: Any
+
+
+class Barriers(NamedTuple):
+    """See the module's docstring."""
+
+    kv_full: Any
+    q_full: Any
+    q_empty: Any
+    q_landed: Any
+    do_full: Any
+    do_empty: Any
+    do_landed: Any
+    results: Any
+    p_full: Any
+    p_empty: Any
+    ds_full: Any
+    ds_empty: Any
+    met: Any
+    order_full: Any
+    order_empty: Any
+
+
+def backward(
+    problem: Problem,
+    inputs: Inputs,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    wanted: Wanted,
+    config: BackwardConfig | None = None,
+) -> Gradients:
+    """Compute the gradients of a call; see the module's docstring."""
+    traits = traits_of(problem)
+    config = config or configs.choose_backward(problem, traits)
+    split = problem.deterministic
+    kinds = packing.kinds(problem.mask, by_key=True)
+    plan = Plan(problem, traits, config, kinds, adds=not split)
+    view = plan.view
+    scale = inputs.scale.reshape(-1) if problem.scaled else None
+    rows = recompute.starts(problem, out, lse, dout, dlse, view.count_columns * view.block_columns)
+    bounds = walk.bounds(inputs.mask, problem, view) if traits.scans else {}
+    arrays = Global(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        dout,
+        *rows,
+        scale,
+        packing.pack_all(inputs.mask, view),
+        bounds,
+        None,
+    )
+    dq, dk, dv = _run(plan, arrays)
+    if split:
+        dq, sums = backward_queries.dq(problem, inputs, out, lse, dout, dlse, sums=wanted.scale)
+    else:
+        dq = dq[:, : problem.query_length, :, : problem.head_dim]
+        if wanted.scale:
+            sums = jnp.sum(dq * inputs.query.astype(jnp.float32), axis=-1).swapaxes(1, 2)
+        factor = problem.default_scale
+        if problem.scaled:
+            factor = jnp.tile(inputs.scale, (problem.batch // inputs.scale.shape[0], 1, 1, 1))
+        dq = (dq * factor).astype(problem.dtype)
+    dscale = _scale_gradient(inputs.scale, lse, sums) if wanted.scale else None
+    return Gradients(dq, dk, dv, None, dscale)
+
+
+def traits_of(problem: Problem) -> configs.BackwardTraits:
+    """Return what decides on the config of a call."""
+    lengths = problem.query_length, problem.key_length
+    dims = problem.head_dim, problem.value_dim
+    return configs.BackwardTraits(
+        scans=walk.scans(problem, by_key=True),
+        clears_keys=hidden.possible(problem),
+        clears_queries=hidden.dead_queries_possible(problem),
+        pieces=any(transfers.shape(1, ROWS, n, dim).split for n in lengths for dim in dims),
+    )
+
+
+def _run(plan: Plan, arrays: Global) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """Run the kernel; dQ is float32 ``[B, T rounded up, N, D padded]`` and not scaled, or None."""
+    kernel = _kernel(plan)
+    if not plan.adds:
+        return None, *kernel(arrays)
+    problem = plan.problem
+    # Whole pieces, so that each store is one copy.
+    length = -(-problem.query_length // transfers.PIECE) * transfers.PIECE
+
+    def body(refs):
+        dq, dk, dv = refs
+        dk[...], dv[...] = kernel(arrays._replace(dq=dq))
+
+    # The kernel adds to dQ in place; dK and dV are written as a whole, and their zeros never come to be.
+    dq = lax.full_like(arrays.q, 0, jnp.float32, (problem.batch, length, problem.heads, plan.columns[0]))
+    return pl.run_state(body)((dq, jnp.zeros_like(arrays.k), jnp.zeros_like(arrays.v)))
+
+
+def _scale_gradient(scale: jax.Array, lse: jax.Array, sums: jax.Array) -> jax.Array:
+    """Sum dS times the products over all that share a scale; ``sums [B, N, T]`` has them for each query."""
+    sums = jnp.where(lse == -jnp.inf, 0, sums)
+    return jnp.sum(sums.reshape(-1, scale.shape[0], *sums.shape[1:]), axis=(0, 2, 3)).reshape(-1, 1, 1, 1)
+
+
+def _kernel(plan: Plan) -> Any:
+    problem, traits, config = plan.problem, plan.traits, plan.config
+    shapes, (block_q, block_k) = plan.shapes, (config.block_q, config.block_k)
+    warpgroups = config.warpgroups
+    cols = {
+        n: plgpu.SMEM((config.stages_q, block_q), k.dtype) for n, k in plan.kinds.items() if k.form == "cols"
+    }
+    swizzled = lambda shape, dtype, width: plgpu.SMEM(
+        shape,
+        dtype,
+        transforms=(
+            plgpu.TilingTransform((transfers.PIECE, width)),
+            plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize),
+        ),
+    )
+    roles, adds = config.roles, plan.adds
+    exchanged = lambda count: swizzled((count, block_k, block_q), problem.dtype, 64)
+    dq_tile = plan.dq_tile
+    shared = Shared(
+        q=transfers.buffer(problem.dtype, shapes["q"]),
+        k=transfers.buffer(problem.dtype, shapes["k"]),
+        v=transfers.buffer(problem.dtype, shapes["v"]),
+        do=transfers.buffer(problem.dtype, shapes["do"]),
+        lse=plgpu.SMEM((config.stages_q, block_q), jnp.float32),
+        delta=plgpu.SMEM((config.stages_do, block_q), jnp.float32),
+        p=exchanged(1) if roles else None,
+        ps=exchanged(1) if roles and problem.softcap is not None else None,
+        ds=exchanged(1) if roles else exchanged(2) if adds else None,
+        dq=swizzled((warpgroups, *dq_tile), jnp.float32, min(dq_tile[1], 32)) if adds else None,
+        cols=cols,
+        tile=plgpu.SMEM((config.stages_q,), jnp.int32) if plan.hands_on else None,
+        order=plgpu.SMEM((2,), jnp.int32) if plan.orders else None,
+        mailbox=plgpu.SMEM((1,), jnp.int32) if plan.queue else None,
+    )
+    copies_q = shapes["q"].copies + 1 + len(cols)
+    copies_do = shapes["do"].copies + 1
+    barrier = lambda arrivals, count=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+    both = lambda count=1: barrier(warpgroups, count)
+    clears = traits.clears_queries
+    slots = 1 if roles else 2
+    exchanges = roles or adds
+    barriers = Barriers(
+        kv_full=barrier(shapes["k"].copies + shapes["v"].copies),
+        q_full=barrier(1 if clears else copies_q, config.stages_q),
+        q_empty=both(config.stages_q),
+        q_landed=barrier(copies_q, config.stages_q) if clears else None,
+        do_full=barrier(1 if clears else copies_do, config.stages_do),
+        do_empty=both(config.stages_do),
+        do_landed=barrier(copies_do, config.stages_do) if clears else None,
+        results=both(),
+        p_full=barrier(1) if roles else None,
+        p_empty=both() if roles else None,
+        ds_full=barrier(1 if roles else warpgroups, slots) if exchanges else None,
+        ds_empty=both(slots) if exchanges else None,
+        met=both(),
+        order_full=plgpu.Barrier() if plan.orders else None,
+        order_empty=both() if plan.orders else None,
+    )
+    compute = backward_roles.compute if roles else backward_keys.compute
+
+    def body(inputs, dk, dv, shared, barriers):
+        shared = _named(plan, shared)
+        warpgroup = lax.axis_index("warpgroup")
+        counter = intrinsics.counter() if plan.queue else None
+
+        @pl.when(warpgroup == warpgroups)
+        def _load():
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+            work = functools.partial(load, plan, inputs, (dk, dv), shared, barriers)
+            schedule.lead(plan, shared, barriers, counter, work)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup < warpgroups)
+        def _compute():
+            plgpu.set_max_registers(config.registers[0], action="increase")
+            for empty in (barriers.q_empty, barriers.do_empty, barriers.p_empty, barriers.ds_empty):
+                for slot in range(empty.shape[0] if empty is not None else 0):
+                    plgpu.barrier_arrive(empty.at[slot])  # every stage is free
+            if plan.orders:
+                plgpu.barrier_arrive(barriers.order_empty)
+            work = functools.partial(compute, plan, inputs, shared, barriers)
+            schedule.follow(plan, shared, barriers, work)
+            plgpu.wait_smem_to_gmem(0)
+
+    shape = lambda heads, dim: jax.ShapeDtypeStruct(
+        (problem.batch, problem.key_length, heads, dim), problem.dtype
+    )
+    looks = traits.scans or clears
+    return plgpu.kernel(
+        body,
+        out_type=[
+            shape(problem.kv_heads, problem.head_dim),
+            shape(problem.kv_heads, problem.value_dim),
+        ],
+        scratch_types=[shared, barriers],
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            # Only the loader reduces over warps, and only where it looks at tiles or at rows.
+            **({} if looks else {"reduction_scratch_bytes": 0}),
+        ),
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="flash_attention_backward",
+    )
+
+
+def _named(plan: Plan, shared: Shared) -> Shared:
+    """Give each of the big buffers its names."""
+    name = lambda key: transfers.names(getattr(shared, key), plan.shapes[key])[0]
+    return shared._replace(**{key: name(key) for key in plan.shapes})
+
+
+# ---- the loader --------------------------------------------------------------------------------
+
+
+def load(
+    plan: Plan,
+    inputs: Global,
+    results: tuple[Any, Any],
+    shared: Shared,
+    barriers: Barriers,
+    item: schedule.Item,
+    base: Any,
+    publish: Any,
+) -> Any:
+    """Load K and V, then Q and dO of every tile that may see the keys; then store dK and dV."""
+    config = plan.config
+    k0 = item.i * config.block_k
+    clears = plan.traits.clears_queries
+    q_slot = lambda n: lax.rem(base + n, jnp.int32(config.stages_q))
+    do_slot = lambda n: lax.rem(base + n, jnp.int32(config.stages_do))
+    q_to, do_to = (barriers.q_landed, barriers.do_landed) if clears else (barriers.q_full, barriers.do_full)
+
+    def load_keys():
+        transfers.fetch(inputs.k, item.b, k0, item.h, shared.k, 0, barriers.kv_full)
+        transfers.fetch(inputs.v, item.b, k0, item.h, shared.v, 0, barriers.kv_full)
+
+    def load_tile(n, tile, meanwhile):
+        h, q0 = item.h * plan.group + tile.g, tile.index * config.block_q
+        rows = pl.ds(q0, config.block_q)
+        slot = q_slot(n)
+        plgpu.barrier_wait(barriers.q_empty.at[slot])
+        if shared.tile is not None:
+            shared.tile[slot] = tile.key
+        transfers.fetch(inputs.q, item.b, q0, h, shared.q, slot, q_to.at[slot])
+        plgpu.copy_gmem_to_smem(inputs.lse.at[item.b, h, rows], shared.lse.at[slot], q_to.at[slot])
+        reader = reading.Reader(plan.kinds, inputs.operands, item.b, h, None)
+        for name, ref in shared.cols.items():
+            plgpu.copy_gmem_to_smem(reader.at(name).at[rows], ref.at[slot], q_to.at[slot])
+        pl.when(n == 0)(load_keys)
+        meanwhile()
+        slot = do_slot(n)
+        plgpu.barrier_wait(barriers.do_empty.at[slot])
+        transfers.fetch(inputs.do, item.b, q0, h, shared.do, slot, do_to.at[slot])
+        plgpu.copy_gmem_to_smem(inputs.delta.at[item.b, h, rows], shared.delta.at[slot], do_to.at[slot])
+
+    def look(n, tile):
+        slots = q_slot(n), do_slot(n)
+        plgpu.barrier_wait(q_to.at[slots[0]])
+        plgpu.barrier_wait(do_to.at[slots[1]])
+        pl.when(tile.partial)(lambda: hidden.clear_queries(shared, *slots))
+        plgpu.barrier_arrive(barriers.q_full.at[slots[0]])
+        plgpu.barrier_arrive(barriers.do_full.at[slots[1]])
+
+    count = walk.drive(plan, inputs, item, load_tile, publish, look if clears else None)
+    plgpu.barrier_wait(barriers.results)
+    for buffer, array in ((shared.k, results[0]), (shared.v, results[1])):
+        transfers.store(buffer, 0, array, item.b, k0, item.h)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    return base + count

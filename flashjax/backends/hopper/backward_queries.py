@@ -1,0 +1,391 @@
+"""dQ by query tile, where the backward pass must repeat bit for bit.
+
+A block owns 64 queries a warpgroup and walks along the keys as the forward kernel does: S and dP anew, dS,
+then dQ += dS K, which stays in registers. Three products a tile, beside the four of the kernel for dK and dV.
+
+Barriers (full: loader to compute, empty: compute to loader):
+
+    q_full, q_empty    a warpgroup's 64 rows of Q and dO
+    kv_full, kv_empty  a stage of K and V, with the mask's vectors over keys and the tile's number
+    kv_landed          the same, where the loader clears it before it is full (see `hidden`)
+    order_full, order_empty
+                       what comes next, where only the loader knows it (see `schedule`)
+
+Shared memory, in bytes, with padded head dims D and Dv: Q (later dQ) and dO 128 * warpgroups * (D + Dv); K
+and V 2 * stages * block_k * (D + Dv); the mask's vectors over keys 4 * stages * block_k each.
+
+Source: Dao, "FlashAttention-2" (2023), algorithm 2, with the loops exchanged.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from flashjax.backends.hopper import config as configs
+from flashjax.backends.hopper import (
+    hidden,
+    logits,
+    packing,
+    reading,
+    recompute,
+    schedule,
+    transfers,
+    walk,
+)
+from flashjax.backends.hopper.config import ROWS, QueriesConfig
+from flashjax.problem import Inputs, Problem
+
+WGMMA = plgpu.Layout.WGMMA
+
+
+class Plan(NamedTuple):
+    """What the kernel knows when it is traced.
+
+    Attributes:
+      traits: `configs.BackwardTraits` of the walk along keys.
+      sums: whether it returns rowsum(dQ ∘ Q) too.
+    """
+
+    problem: Problem
+    traits: configs.BackwardTraits
+    config: QueriesConfig
+    kinds: dict[str, packing.Kind]
+    sums: bool
+
+    @property
+    def view(self) -> walk.View:
+        problem, config = self.problem, self.config
+        lengths = problem.query_length, problem.key_length
+        return walk.View(False, *lengths, ROWS * config.warpgroups, config.block_k)
+
+    @property
+    def work(self) -> schedule.Work:
+        problem = self.problem
+        return schedule.Work(problem.batch, problem.heads, self.view.count_rows, heads_first=True)
+
+    @property
+    def group(self) -> int:
+        """Heads that a block walks along."""
+        return 1
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return schedule.items(self.work)
+
+    @property
+    def queue(self) -> bool:
+        return False
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether the loader tells the others which tile it has loaded."""
+        return self.traits.scans
+
+    @property
+    def orders(self) -> bool:
+        """Whether the loader tells the others what comes next."""
+        return self.traits.scans
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the last key tile reaches beyond S."""
+        return self.problem.key_length % self.config.block_k != 0
+
+    @property
+    def masked(self) -> bool:
+        return self.problem.mask is not None or self.ragged
+
+    @property
+    def shapes(self) -> dict[str, transfers.Shape]:
+        """The tiles of q, dout, k and v; those of dq are those of q."""
+        problem, config = self.problem, self.config
+        queries = config.warpgroups, ROWS, problem.query_length
+        keys = config.stages, config.block_k, problem.key_length
+        return {
+            "q": transfers.shape(*queries, problem.head_dim),
+            "do": transfers.shape(*queries, problem.value_dim),
+            "k": transfers.shape(*keys, problem.head_dim),
+            "v": transfers.shape(*keys, problem.value_dim),
+        }
+
+
+class Global(NamedTuple):
+    """Arrays in global memory; lse and delta are `recompute.starts`."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    lse: Any
+    delta: Any
+    scale: Any
+    operands: dict[str, Any]
+    bounds: dict[str, Any]
+
+
+class Shared(NamedTuple):
+    """Buffers in shared memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    sums: Any
+    cols: dict[str, Any]
+    tile: Any
+    order: Any
+
+
+class Barriers(NamedTuple):
+    """See the module's docstring."""
+
+    q_full: Any
+    q_empty: Any
+    kv_full: Any
+    kv_empty: Any
+    kv_landed: Any
+    order_full: Any
+    order_empty: Any
+
+
+def dq(
+    problem: Problem,
+    inputs: Inputs,
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    sums: bool,
+    config: QueriesConfig | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Compute ``(dq [B, T, N, D], rowsum(dQ / scale ∘ Q) [B, N, T] or None)``."""
+    traits = configs.BackwardTraits(
+        scans=walk.scans(problem),
+        clears_keys=hidden.possible(problem),
+        clears_queries=hidden.dead_queries_possible(problem),
+        pieces=False,
+    )
+    config = config or configs.choose_queries(problem)
+    plan = Plan(problem, traits, config, packing.kinds(problem.mask), sums)
+    view = plan.view
+    rows = recompute.starts(problem, out, lse, dout, dlse, view.count_rows * view.block_rows)
+    arrays = Global(
+        inputs.query,
+        inputs.key,
+        inputs.value,
+        dout,
+        *rows,
+        inputs.scale.reshape(-1) if problem.scaled else None,
+        packing.pack_all(inputs.mask, view),
+        walk.bounds(inputs.mask, problem, view) if traits.scans else {},
+    )
+    results = _kernel(plan)(arrays)
+    return results[0], results[1][:, :, : problem.query_length] if sums else None
+
+
+def _kernel(plan: Plan) -> Any:
+    problem, traits, config, shapes = plan.problem, plan.traits, plan.config, plan.shapes
+    stages, warpgroups = config.stages, config.warpgroups
+    cols = {
+        n: plgpu.SMEM((stages, config.block_k), k.dtype) for n, k in plan.kinds.items() if k.form == "cols"
+    }
+    shared = Shared(
+        *(transfers.buffer(problem.dtype, shapes[name]) for name in ("q", "k", "v", "do")),
+        sums=plgpu.SMEM((warpgroups, ROWS), jnp.float32) if plan.sums else None,
+        cols=cols,
+        tile=plgpu.SMEM((stages,), jnp.int32) if plan.hands_on else None,
+        order=plgpu.SMEM((2,), jnp.int32) if plan.orders else None,
+    )
+    barrier = lambda arrivals, count=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+    copies = shapes["k"].copies + shapes["v"].copies + len(cols)
+    clears = traits.clears_keys
+    barriers = Barriers(
+        q_full=barrier(shapes["q"].copies + shapes["do"].copies, warpgroups),
+        q_empty=barrier(1, warpgroups),
+        kv_full=barrier(1 if clears else copies, stages),
+        kv_empty=barrier(warpgroups, stages),
+        kv_landed=barrier(copies, stages) if clears else None,
+        order_full=barrier(1) if plan.orders else None,
+        order_empty=barrier(warpgroups) if plan.orders else None,
+    )
+
+    def body(inputs, *rest):
+        *results, shared, barriers = rest
+        name = lambda key: transfers.names(getattr(shared, key), shapes[key])[0]
+        shared = shared._replace(**{key: name(key) for key in shapes})
+        warpgroup = lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == warpgroups)
+        def _load():
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+            schedule.lead(
+                plan, shared, barriers, None, functools.partial(load, plan, inputs, shared, barriers)
+            )
+
+        @pl.when(warpgroup < warpgroups)
+        def _compute():
+            plgpu.set_max_registers(config.registers[0], action="increase")
+            for slot in range(stages):
+                plgpu.barrier_arrive(barriers.kv_empty.at[slot])
+            plgpu.barrier_arrive(barriers.q_empty.at[warpgroup])
+            if plan.orders:
+                plgpu.barrier_arrive(barriers.order_empty)
+            work = functools.partial(compute, plan, inputs, results, shared, barriers)
+            schedule.follow(plan, shared, barriers, work)
+            plgpu.wait_smem_to_gmem(0)
+
+    shape = (problem.batch, problem.query_length, problem.heads, problem.head_dim)
+    rows = (problem.batch, problem.heads, plan.view.count_rows * plan.view.block_rows)
+    out = [jax.ShapeDtypeStruct(shape, problem.dtype)]
+    return plgpu.kernel(
+        body,
+        out_type=out + [jax.ShapeDtypeStruct(rows, jnp.float32)] * plan.sums,
+        scratch_types=[shared, barriers],
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            **({} if traits.scans else {"reduction_scratch_bytes": 0}),
+        ),
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="flash_attention_backward_queries",
+    )
+
+
+def load(
+    plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, item: Any, base: Any, publish: Any
+) -> Any:
+    """Load Q and dO, then K and V of every tile that the query tile may see."""
+    config = plan.config
+    kv_head = lax.div(item.h, jnp.int32(plan.problem.group))
+    clears = plan.traits.clears_keys
+    arrives = barriers.kv_landed if clears else barriers.kv_full
+    slot_of = lambda n: lax.rem(base + n, jnp.int32(config.stages))
+    reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, None)
+
+    def begin(count):
+        publish(count)
+        for w in range(config.warpgroups):
+            plgpu.barrier_wait(barriers.q_empty.at[w])
+            q0 = item.i * plan.view.block_rows + w * ROWS
+            for array, buffer in ((inputs.q, shared.q), (inputs.do, shared.do)):
+                transfers.fetch(array, item.b, q0, item.h, buffer, w, barriers.q_full.at[w])
+
+    def load_tile(n, tile, meanwhile):
+        slot, k0 = slot_of(n), tile.index * config.block_k
+        plgpu.barrier_wait(barriers.kv_empty.at[slot])
+        if shared.tile is not None:
+            shared.tile[slot] = tile.key
+        transfers.fetch(inputs.k, item.b, k0, kv_head, shared.k, slot, arrives.at[slot])
+        for name, ref in shared.cols.items():
+            keys = reader.at(name).at[pl.ds(k0, config.block_k)]
+            plgpu.copy_gmem_to_smem(keys, ref.at[slot], arrives.at[slot])
+        transfers.fetch(inputs.v, item.b, k0, kv_head, shared.v, slot, arrives.at[slot])
+        meanwhile()
+
+    def look(n, tile):
+        slot = slot_of(n)
+        plgpu.barrier_wait(barriers.kv_landed.at[slot])
+
+        @pl.when(tile.partial)
+        def _():
+            for buffer in (shared.k, shared.v):
+                hidden.clear_keys(buffer.tile(slot))
+            plgpu.commit_smem()
+
+        plgpu.barrier_arrive(barriers.kv_full.at[slot])
+
+    return base + walk.drive(plan, inputs, item, load_tile, begin, look if clears else None)
+
+
+def compute(
+    plan: Plan,
+    inputs: Global,
+    results: Any,
+    shared: Shared,
+    barriers: Barriers,
+    item: Any,
+    base: Any,
+    count: Any,
+) -> Any:
+    """Compute dQ of 64 rows of one query tile."""
+    problem, config, dtype = plan.problem, plan.config, plan.problem.dtype
+    warpgroup = lax.axis_index("warpgroup")
+    q0 = item.i * plan.view.block_rows + warpgroup * ROWS
+    reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, q0)
+    rows = reading.Rows(reader, reader.rows())
+    q, do = shared.q.tile(warpgroup), shared.do.tile(warpgroup)
+    shape = (ROWS, config.block_k)
+    own = lambda ref: plgpu.load(
+        ref.at[item.b, item.h, pl.ds(q0, ROWS)], layout=WGMMA.reduce(1), optimized=False
+    )
+    lse, delta = own(inputs.lse), own(inputs.delta)
+    along_rows = lambda x: lax.broadcast_in_dim(x, shape, [0])
+    visit = walk.follow(plan, inputs, item, q0, count)
+    plgpu.barrier_wait(barriers.q_full.at[warpgroup])
+
+    def step(dq_acc, n, _):
+        slot = lax.rem(base + n, jnp.int32(config.stages))
+        k, v = shared.k.tile(slot), shared.v.tile(slot)
+        plgpu.barrier_wait(barriers.kv_full.at[slot])
+        tile = visit.tile(plan, n, None if shared.tile is None else shared.tile[slot])
+
+        def difference(s_acc, dp_acc):
+            if logits.folds(problem):
+                s_acc[...] = along_rows(lse)
+            dp_acc[...] = along_rows(delta)
+            plgpu.wgmma(s_acc, q, k.T)
+            plgpu.wgmma(dp_acc, do, v.T)
+            s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            p, slope = recompute.weights(plan, inputs.scale, item.b, s, lambda: along_rows(lse))
+            p = recompute.hide(plan, lambda: rows, shared.cols, slot, tile, p)
+            return recompute.through(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), slope, dtype)
+
+        ds = pl.run_scoped(difference, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+        plgpu.wgmma(dq_acc, ds, k)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(barriers.kv_empty.at[slot])
+
+    def skip(n, _):
+        slot = lax.rem(base + n, jnp.int32(config.stages))
+        plgpu.barrier_wait(barriers.kv_full.at[slot])
+        plgpu.barrier_arrive(barriers.kv_empty.at[slot])
+
+    def all_tiles(dq_acc):
+        first, end = (lax.optimization_barrier(jnp.int32(x)) for x in (visit.first, visit.end))
+        if visit.uneven:
+            lax.fori_loop(0, visit.first, skip, None)
+        lax.fori_loop(first, end, functools.partial(step, dq_acc), None)
+        if visit.uneven:
+            lax.fori_loop(visit.end, visit.count, skip, None)
+        return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+
+    columns = plan.shapes["q"].columns
+    dq = pl.run_scoped(all_tiles, plgpu.ACC((ROWS, columns), jnp.float32))
+    if plan.traits.clears_queries:
+        # What NaN in a query that sees nothing has made.
+        alive = jnp.where(lse - lse == 0.0, 1, 0)
+        dq = jnp.where(lax.broadcast_in_dim(alive, dq.shape, [0]) != 0, dq, 0.0)
+    if plan.sums:
+        width = min(columns, 64)
+        total = jnp.zeros((), jnp.float32)
+        for c in range(0, columns, width):
+            part = plgpu.load(q.at[:, pl.ds(c, width)], layout=WGMMA).astype(jnp.float32)
+            total = total + jnp.sum(part * dq[:, c : c + width], axis=1)
+        shared.sums.at[warpgroup][...] = total
+    scale = logits.factor(problem, inputs.scale, item.b)
+    q[...] = (dq * scale).astype(dtype)
+    plgpu.commit_smem()
+    transfers.store(shared.q, warpgroup, results[0], item.b, q0, item.h)
+    if plan.sums:
+        target = results[1].at[item.b, item.h, pl.ds(q0, ROWS)]
+        plgpu.copy_smem_to_gmem(shared.sums.at[warpgroup], target)
+    return base + visit.count
