@@ -2,13 +2,14 @@
 
 Work partition. A block computes dK and dV of ``block_k`` keys of one key/value head at a time: it walks along
 the queries of every head of the group, recomputes the probabilities of each tile, and adds the tile's share
-of dQ to a float32 array in global memory, by the TMA. One more warpgroup loads, and stores dK and dV. How
-the compute warpgroups share a tile out:
+of dQ to float32 numbers in global memory. One more warpgroup loads, and stores dK and dV. How the compute
+warpgroups share a tile out:
 
     backward_keys   by keys, 64 each: head dims up to 128
     backward_roles  one makes P, one dS, and each has half of the columns of all gradients: up to 256
 
-dQ is added to in whatever order the blocks arrive at it. Where the backward pass must repeat bit for bit,
+dQ is added to in whatever order the blocks arrive at it, straight from registers (`intrinsics.add_tile`), and
+another kernel, `backward_finish`, brings it into the shape and dtype of q. Where the backward pass must repeat bit for bit,
 this kernel leaves dQ out, and another one computes it by query tile (`backward_queries`): seven products a
 tile instead of five.
 
@@ -28,8 +29,7 @@ Barriers (full: loader to compute, empty: compute to loader):
 
 Shared memory, in bytes, with padded head dims D and Dv: K, V, dK and dV 2 * block_k * (D + Dv); Q and dO
 2 * block_q * (stages_q * D + stages_do * Dv); dS 4 * block_k * block_q (by keys), P and dS as much together
-(by roles); dQ 4 * 64 * 64 a warpgroup; lse, delta and the mask's vectors over queries 4 * block_q a stage. A
-block may have 232,448.
+(by roles); lse, delta and the mask's vectors over queries 4 * block_q a stage. A block may have 232,448.
 
 Source: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttention-2" (2023), algorithm 2; Shah et
 al., "FlashAttention-3" (2024), section 3 and appendix B.1 (dQ from shared memory).
@@ -46,6 +46,7 @@ from jax import lax
 
 from flashjax.backends import hopper
 from flashjax.backends.hopper import (
+    backward_finish,
     backward_keys,
     backward_queries,
     backward_roles,
@@ -133,10 +134,9 @@ class Plan(NamedTuple):
         return (d, dv) if self.config.block_q == 2 * ROWS else (2 * PARTS, dv)
 
     @property
-    def dq_tile(self) -> tuple[int, int]:
-        """Rows and columns of dQ that a warpgroup stores at a time."""
-        d, _ = self.columns
-        return ROWS, min(d, PARTS)
+    def part(self) -> int:
+        """Columns of dQ that a warpgroup adds at a time, with 64 rows."""
+        return min(self.columns[0], PARTS)
 
     @property
     def shapes(self) -> dict[str, transfers.Shape]:
@@ -180,7 +180,6 @@ class Shared(NamedTuple):
     p: Any
     ps: Any
     ds: Any
-    dq: Any
     cols: dict[str, Any]
     tile: Any
     order: Any
@@ -242,13 +241,7 @@ def backward(
     if split:
         dq, sums = backward_queries.dq(problem, inputs, out, lse, dout, dlse, sums=wanted.scale)
     else:
-        dq = dq[:, : problem.query_length, :, : problem.head_dim]
-        if wanted.scale:
-            sums = jnp.sum(dq * inputs.query.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-        factor = problem.default_scale
-        if problem.scaled:
-            factor = jnp.tile(inputs.scale, (problem.batch // inputs.scale.shape[0], 1, 1, 1))
-        dq = (dq * factor).astype(problem.dtype)
+        dq, sums = backward_finish.dq(problem, dq, inputs.query, scale, sums=wanted.scale)
     dscale = _scale_gradient(inputs.scale, lse, sums) if wanted.scale else None
     return Gradients(dq, dk, dv, None, dscale)
 
@@ -266,20 +259,20 @@ def traits_of(problem: Problem) -> configs.BackwardTraits:
 
 
 def _run(plan: Plan, arrays: Global) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Run the kernel; dQ is float32 ``[B, T rounded up, N, D padded]`` and not scaled, or None."""
+    """Run the kernel; dQ is not scaled and as `backward_finish` takes it, or None."""
     kernel = _kernel(plan)
     if not plan.adds:
         return None, *kernel(arrays)
-    problem = plan.problem
-    # Whole pieces, so that each store is one copy.
-    length = -(-problem.query_length // transfers.PIECE) * transfers.PIECE
 
     def body(refs):
         dq, dk, dv = refs
         dk[...], dv[...] = kernel(arrays._replace(dq=dq))
 
     # The kernel adds to dQ in place; dK and dV are written as a whole, and their zeros never come to be.
-    dq = lax.full_like(arrays.q, 0, jnp.float32, (problem.batch, length, problem.heads, plan.columns[0]))
+    shape = backward_finish.shape_of(
+        plan.problem, plan.view.count_columns * plan.config.block_q, plan.columns[0]
+    )
+    dq = lax.full_like(arrays.q, 0, jnp.float32, shape)
     return pl.run_state(body)((dq, jnp.zeros_like(arrays.k), jnp.zeros_like(arrays.v)))
 
 
@@ -296,17 +289,9 @@ def _kernel(plan: Plan) -> Any:
     cols = {
         n: plgpu.SMEM((config.stages_q, block_q), k.dtype) for n, k in plan.kinds.items() if k.form == "cols"
     }
-    swizzled = lambda shape, dtype, width: plgpu.SMEM(
-        shape,
-        dtype,
-        transforms=(
-            plgpu.TilingTransform((transfers.PIECE, width)),
-            plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize),
-        ),
-    )
     roles, adds = config.roles, plan.adds
-    exchanged = lambda count: swizzled((count, block_k, block_q), problem.dtype, 64)
-    dq_tile = plan.dq_tile
+    swizzled = (plgpu.TilingTransform((transfers.PIECE, 64)), plgpu.SwizzleTransform(128))
+    exchanged = lambda count: plgpu.SMEM((count, block_k, block_q), problem.dtype, transforms=swizzled)
     shared = Shared(
         q=transfers.buffer(problem.dtype, shapes["q"]),
         k=transfers.buffer(problem.dtype, shapes["k"]),
@@ -317,7 +302,6 @@ def _kernel(plan: Plan) -> Any:
         p=exchanged(1) if roles else None,
         ps=exchanged(1) if roles and problem.softcap is not None else None,
         ds=exchanged(1) if roles else exchanged(2) if adds else None,
-        dq=swizzled((warpgroups, *dq_tile), jnp.float32, min(dq_tile[1], 32)) if adds else None,
         cols=cols,
         tile=plgpu.SMEM((config.stages_q,), jnp.int32) if plan.hands_on else None,
         order=plgpu.SMEM((2,), jnp.int32) if plan.orders else None,
@@ -369,9 +353,10 @@ def _kernel(plan: Plan) -> Any:
                     plgpu.barrier_arrive(empty.at[slot])  # every stage is free
             if plan.orders:
                 plgpu.barrier_arrive(barriers.order_empty)
+            if config.ordered:
+                pl.when(warpgroup == 0)(lambda: intrinsics.give_turn(warpgroup))  # the first turn is its own
             work = functools.partial(compute, plan, inputs, shared, barriers)
             schedule.follow(plan, shared, barriers, work)
-            plgpu.wait_smem_to_gmem(0)
 
     shape = lambda heads, dim: jax.ShapeDtypeStruct(
         (problem.batch, problem.key_length, heads, dim), problem.dtype

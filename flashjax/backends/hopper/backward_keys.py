@@ -11,20 +11,19 @@ one's turn: its dS is there by then, and nobody waits for the other. Tile n:
     issue dV += P dO                 before the wait for dP, which the compiler would else hoist over P
     wait for dP; dS
     issue dQ of tile n - 1, then dS to shared memory, issue dK += dS Q
-    wait for dQ; add it up in global memory
+    wait for dQ; add it to global memory
     wait for dK
 """
 
 import functools
 from typing import Any
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.backends.hopper import hidden, logits, reading, recompute, walk
+from flashjax.backends.hopper import hidden, intrinsics, logits, reading, recompute, walk
 from flashjax.backends.hopper.config import ROWS
 
 
@@ -69,14 +68,21 @@ def compute(plan: Any, inputs: Any, shared: Any, barriers: Any, item: Any, base:
                 s_acc[...] = lse()
             plgpu.barrier_wait(barriers.do_full.at[do_slot])
             dp_acc[...] = recompute.along_columns(shared.delta.at[do_slot], shape)
+            if config.ordered:
+                intrinsics.await_turn(warpgroup)
             plgpu.wgmma(s_acc, own(k_all, warpgroup), q.T)
             plgpu.wgmma(dp_acc, own(v_all, warpgroup), do.T)
+            if config.ordered:
+                intrinsics.give_turn(1 - warpgroup)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
             p, slope = recompute.weights(plan, inputs.scale, item.b, s, lse)
             rows = functools.partial(held.rows, tile)
             p = recompute.hide(plan, rows, shared.cols, q_slot, tile, p)
-            plgpu.wgmma(dv_acc, p.astype(dtype), do)
+            narrow = p.astype(dtype)
+            plgpu.wgmma(dv_acc, narrow, do)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+            if config.narrow and slope is None:
+                return narrow * dp.astype(dtype)
             return recompute.through(p, dp, slope, dtype)
 
         ds = pl.run_scoped(
@@ -104,7 +110,7 @@ def compute(plan: Any, inputs: Any, shared: Any, barriers: Any, item: Any, base:
             plgpu.barrier_arrive(barriers.ds_empty.at[other])
             pl.when(n > 0)(lambda: send_dq(dq, before, warpgroup))
 
-        pl.run_scoped(last, plgpu.ACC(plan.dq_tile, jnp.float32))
+        pl.run_scoped(last, plgpu.ACC((ROWS, plan.part), jnp.float32))
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(barriers.q_empty.at[q_slot])
         return place_of(tile)
@@ -125,12 +131,8 @@ def compute(plan: Any, inputs: Any, shared: Any, barriers: Any, item: Any, base:
         if plan.group > 1:
             count = jnp.int32(plan.view.count_columns)
             g, index = lax.div(place, count), lax.rem(place, count)
-        q0, column = index * block_q, 0
-        if block_q == ROWS:
-            column = warpgroup * (d // 2)
-        else:
-            q0 = q0 + warpgroup * ROWS
-        send(inputs.dq, shared.dq.at[warpgroup], dq, item, item.h * plan.group + g, q0, column)
+        tile, part = (index, warpgroup) if block_q == ROWS else (2 * index + warpgroup, 0)
+        intrinsics.add_tile(inputs.dq.at[item.b, item.h * plan.group + g, tile, part], dq)
 
     def all_tiles(dk_acc, dv_acc):
         first = jnp.int32(0)
@@ -150,7 +152,7 @@ def compute(plan: Any, inputs: Any, shared: Any, barriers: Any, item: Any, base:
                 plgpu.barrier_arrive(barriers.ds_empty.at[slot])
                 send_dq(dq, place, warpgroup)
 
-            pl.run_scoped(end, plgpu.ACC(plan.dq_tile, jnp.float32))
+            pl.run_scoped(end, plgpu.ACC((ROWS, plan.part), jnp.float32))
         return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
 
     dk, dvalue = pl.run_scoped(
@@ -158,22 +160,13 @@ def compute(plan: Any, inputs: Any, shared: Any, barriers: Any, item: Any, base:
     )
     if plan.adds:
         meet(barriers)  # both have read K
+    warpgroup = lax.optimization_barrier(lax.axis_index("warpgroup"))
     scale = logits.factor(problem, inputs.scale, item.b)
     own(k_all, warpgroup)[...] = (dk * scale).astype(dtype)
     own(v_all, warpgroup)[...] = dvalue.astype(dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(barriers.results)
     return base + count
-
-
-def send(dq_gmem: Any, dq_smem: Any, dq: jax.Array, item: Any, head: Any, q0: Any, column: Any) -> None:
-    """Add a warpgroup's part of dQ to the array in global memory."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    dq_smem[...] = dq
-    plgpu.commit_smem()
-    rows, columns = dq.shape
-    target = dq_gmem.at[item.b, pl.ds(q0, rows), head, pl.ds(column, columns)]
-    plgpu.copy_smem_to_gmem(dq_smem, target, reduction_op="add")
 
 
 def meet(barriers: Any) -> None:

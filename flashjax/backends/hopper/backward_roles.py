@@ -6,7 +6,7 @@ where each of them computes half of the columns of dV, dK and dQ. Tile n:
     warpgroup 0: S = K Qᵀ; P; mask; to shared memory
     warpgroup 1: dP = V dOᵀ; P from shared memory; dS; to shared memory
     both: issue dV += P dO of half of the columns, then dQ and dK of half of the columns
-          wait for dQ, 64 columns at a time; add it up in global memory
+          wait for dQ, 64 columns at a time; add it to global memory
           wait for dK
 
 Under a softcap the first passes P times its slope on as well.
@@ -20,8 +20,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.backends.hopper import hidden, logits, reading, recompute, walk
-from flashjax.backends.hopper.backward_keys import meet, send
+from flashjax.backends.hopper import hidden, intrinsics, logits, reading, recompute, walk
+from flashjax.backends.hopper.backward_keys import meet
 from flashjax.backends.hopper.config import ROWS
 
 WGMMA = plgpu.Layout.WGMMA
@@ -35,7 +35,7 @@ def compute(plan: Any, inputs: Any, shared: Any, barriers: Any, item: Any, base:
     run = None if plan.hands_on else walk.run_of(plan, inputs, item, item.i * config.block_k, config.block_k)
     if run is not None:
         count = lax.optimization_barrier(jnp.int32(run.count))
-    parts = d // 2 // plan.dq_tile[1]
+    parts = d // 2 // plan.part
 
     plgpu.barrier_wait(barriers.kv_full)
     if plan.traits.clears_keys:
@@ -94,9 +94,9 @@ def compute(plan: Any, inputs: Any, shared: Any, barriers: Any, item: Any, base:
         plgpu.barrier_wait(barriers.ds_full)
 
         def gradients(*dq_accs):
-            column = lambda c: warpgroup * (d // 2) + c * plan.dq_tile[1]
+            part = lambda c: warpgroup * parts + c
             for c, acc in enumerate(dq_accs):
-                plgpu.wgmma(acc, ds_smem.T, k.at[:, pl.ds(column(c), plan.dq_tile[1])])
+                plgpu.wgmma(acc, ds_smem.T, k.at[:, pl.ds(part(c) * plan.part, plan.part)])
             plgpu.wgmma(dk_acc, ds_smem, half(q, d))
             plgpu.wgmma_wait(len(dq_accs) + 1)
             plgpu.barrier_arrive(barriers.do_empty.at[do_slot])
@@ -104,12 +104,11 @@ def compute(plan: Any, inputs: Any, shared: Any, barriers: Any, item: Any, base:
             for c, acc in enumerate(dq_accs):
                 dq = plgpu.wgmma_accumulator_load(acc, wait_n=len(dq_accs) - c)
                 head = item.h * plan.group + tile.g
-                dq_smem = shared.dq.at[warpgroup]
-                send(inputs.dq, dq_smem, dq, item, head, tile.index * config.block_q, column(c))
+                intrinsics.add_tile(inputs.dq.at[item.b, head, tile.index, part(c)], dq)
 
         count_dq = parts if plan.adds else 0
         if count_dq:
-            pl.run_scoped(gradients, *[plgpu.ACC(plan.dq_tile, jnp.float32)] * count_dq)
+            pl.run_scoped(gradients, *[plgpu.ACC((ROWS, plan.part), jnp.float32)] * count_dq)
         else:
             gradients()
         plgpu.wgmma_wait(0)

@@ -55,6 +55,8 @@ class BackwardConfig(NamedTuple):
       stages_q, stages_do: tiles of Q and of dO in flight.
       registers: of a thread that computes, and of one that loads.
       schedule: how blocks share the key tiles: "blocks", "static" or "queue" (see `schedule`).
+      ordered: let warpgroups issue their first products in turn.
+      narrow: multiply P and dP - delta in the dtype of the inputs, which takes fewer registers.
     """
 
     block_q: int = 64
@@ -64,6 +66,8 @@ class BackwardConfig(NamedTuple):
     stages_do: int = 2
     registers: tuple[int, int] = (240, 24)
     schedule: str = "blocks"
+    ordered: bool = False
+    narrow: bool = False
 
     @property
     def warpgroups(self) -> int:

@@ -7,6 +7,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mosaic
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
@@ -92,6 +93,99 @@ def give_turn(warpgroup: jax.Array) -> None:
         nvvm.barrier_arrive(**_turn_of(warpgroup))
 
     _inline(arrive, (plgpu.Layout.WG_SPLAT,))(warpgroup)
+
+
+def positions(count: int, axis: int) -> jax.Array:
+    """Return ``arange(count)`` along the rows (axis 0, of which there are 64) or columns (axis 1) of a tile.
+
+    It is found anew wherever it is asked for, from the number of the thread. An iota would be found once, ahead
+    of a loop, and kept: a register for each two numbers.
+
+    Returns:
+      int32 ``[count]`` in the layout of an accumulator's rows or columns.
+    """
+
+    def place(_):
+        i32 = _int32_type()
+        read = "mov.u32 $0, %tid.x;"
+        thread = llvm.inline_asm(i32, [], read, "=r", has_side_effects=True)
+        layout = mosaic.WGMMA_ROW_LAYOUT if axis == 0 else mosaic.WGMMA_COL_LAYOUT
+        lane = arith.remui(thread, _int32(32))
+        if axis == 0:
+            warp = arith.divui(arith.remui(thread, _int32(WARPGROUP)), _int32(32))
+            first = arith.addi(arith.muli(warp, _int32(16)), arith.divui(lane, _int32(4)))
+            numbers = [[0], [8]]
+        else:
+            first = arith.muli(arith.remui(lane, _int32(4)), _int32(2))
+            numbers = [[i, i + 1] for i in range(0, count, 8)]
+        registers = np.empty(layout.registers_shape((count,)), dtype=object)
+        kind = ir.VectorType.get((len(numbers[0]),), i32)
+        for n, parts in enumerate(numbers):
+            values = [arith.addi(first, _int32(x)) for x in parts]
+            registers.flat[n] = vector.from_elements(kind, values)
+        return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+    result = plgpu.ShapeDtypeStruct((count,), jnp.int32, layout=layout)
+    return plgpu.inline_mgpu(return_type=result)(place)()
+
+
+def add_tile(ref: Any, tile: jax.Array) -> None:
+    """Add a tile to numbers in global memory, where others may be adding too, and do not wait for it.
+
+    The numbers lie in the order of the threads that hold them, four of each at a time, so that a warp writes
+    whole lines; `load_tile` knows the order.
+
+    Args:
+      ref: float32 ``[64 * columns]`` in global memory.
+      tile: float32 ``[64, columns]`` in the layout of an accumulator.
+    """
+
+    def add(_, ref, tile):
+        f32 = ir.F32Type.get()
+        for pointer, pair in _quarters(ref, tile.registers.flat):
+            numbers = [vector.extract(x, [], [i]) for x in pair for i in range(2)]
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [pointer, *(arith.bitcast(f32, x) for x in numbers)],
+                "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
+                "l,f,f,f,f",
+                has_side_effects=True,
+            )
+
+    _inline(add, (plgpu.RefType(), plgpu.Layout.WGMMA))(ref, tile)
+
+
+def load_tile(ref: Any, columns: int) -> jax.Array:
+    """Load what `add_tile` has added up: float32 ``[64, columns]`` in the layout of an accumulator."""
+
+    def load(_, ref):
+        f32 = ir.F32Type.get()
+        four, two = (ir.VectorType.get((n,), f32) for n in (4, 2))
+        layout = mosaic.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape((64, columns)), dtype=object)
+        for n, (pointer, _) in enumerate(_quarters(ref, [None] * registers.size)):
+            x = llvm.load(four, pointer)
+            for i in range(2):
+                registers.flat[2 * n + i] = vector.extract_strided_slice(two, x, [2 * i], [2], [1])
+        return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=plgpu.Layout.WGMMA)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(load)(ref)
+
+
+def _quarters(ref: Any, registers: Any) -> Any:
+    """Pair off registers of two numbers each, with the address of the four in global memory."""
+    i32, f32 = _int32_type(), ir.F32Type.get()
+    registers = list(registers)
+    base = mosaic.utils.memref_ptr(ref)
+    thread = arith.remui(mosaic.utils.thread_idx(), _int32(WARPGROUP))
+    first = arith.muli(thread, arith.constant(i32, 4))
+    dynamic = -(2**31)  # what MLIR puts in the place of an index that is a value
+    base = llvm.getelementptr(base.type, base, [first], [dynamic], f32, None)
+    for n in range(len(registers) // 2):
+        pointer = llvm.getelementptr(base.type, base, [], [n * 4 * WARPGROUP], f32, None)
+        yield pointer, registers[2 * n : 2 * n + 2]
 
 
 def _turn_of(warpgroup: Any) -> dict[str, Any]:

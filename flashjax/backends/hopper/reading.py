@@ -13,6 +13,7 @@ import jax.extend as jex
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax.backends.hopper import intrinsics
 from flashjax.backends.hopper.config import ROWS
 from flashjax.backends.hopper.packing import WORD, Kind
 from flashjax.masks import Mask
@@ -185,12 +186,11 @@ def hold(plan: Any, inputs: Any, item: Any, start: Any) -> Held:
 def seen(plan: Any, rows: Rows, cols: dict[str, Any], slot: Any, first: Any, count: int) -> jax.Array:
     """Say of each of 64 rows and ``count`` columns from ``first`` on whether the query sees the key."""
     problem, shape = plan.problem, (ROWS, count)
-    # Behind a barrier: the loop would otherwise keep these positions in registers, two for each logit.
-    column = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, shape[1:], 0, layout=WGMMA.reduce(0)))
+    column = _positions(plan, shape[1], 1)
     columns = lax.broadcast_in_dim(column + first, shape, [1])
     if problem.mask is None and not plan.view.by_key:
         return columns < problem.key_length
-    row = lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=WGMMA.reduce(1)))
+    row = _positions(plan, shape[0], 0)
     lines = lax.broadcast_in_dim(row + rows.reader.start, shape, [0])
     q, k = (columns, lines) if plan.view.by_key else (lines, columns)
     if problem.mask is None:
@@ -199,6 +199,14 @@ def seen(plan: Any, rows: Rows, cols: dict[str, Any], slot: Any, first: Any, cou
     b = lax.rem(rows.reader.b, jnp.int32(problem.batch_period))
     result = visible(problem.mask, (b, rows.reader.h, q, k), operands, WGMMA)
     return result & (k < problem.key_length) if plan.ragged else result
+
+
+def _positions(plan: Any, count: int, axis: int) -> jax.Array:
+    if plan.view.by_key:
+        return intrinsics.positions(count, axis)
+    # Behind a barrier: the loop would otherwise keep these positions in registers, two for each logit.
+    layout = WGMMA.reduce(1 - axis)
+    return lax.optimization_barrier(plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=layout))
 
 
 def visible(mask: Mask, position: tuple[Any, ...], operands: dict[str, Any], layout: Any) -> jax.Array:
