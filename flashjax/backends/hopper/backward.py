@@ -2,34 +2,32 @@
 
 Work partition. A block computes dK and dV of ``block_k`` keys of one key/value head at a time: it walks along
 the queries of every head of the group, recomputes the probabilities of each tile, and adds the tile's share
-of dQ to float32 numbers in global memory. One more warpgroup loads, and stores dK and dV. How the compute
-warpgroups share a tile out:
+of dQ to float32 numbers in global memory. One more warpgroup loads. How the compute warpgroups share a tile
+out:
 
     backward_keys   by keys, 64 each: head dims up to 128
     backward_roles  one makes P, one dS, and each has half of the columns of all gradients: up to 256
 
-dQ is added to in whatever order the blocks arrive at it, straight from registers (`intrinsics.add_tile`), and
-another kernel, `backward_finish`, brings it into the shape and dtype of q. Where the backward pass must repeat bit for bit,
-this kernel leaves dQ out, and another one computes it by query tile (`backward_queries`): seven products a
-tile instead of five.
+dQ is added to in whatever order the blocks arrive at it, straight from registers (`intrinsics.add_tile`),
+and another kernel, `backward_finish`, brings it into the shape and dtype of q. Where the backward pass must
+repeat bit for bit, this kernel leaves dQ out, and another one computes it by query tile
+(`backward_queries`): seven products a tile instead of five.
 
 Barriers (full: loader to compute, empty: compute to loader):
 
-    kv_full            the block's K and V
-    q_full, q_empty    a stage of Q, with lse, the mask's vectors over queries and the tile's number
-    do_full, do_empty  a stage of dO, with delta
-    q_landed, do_landed
-                       the same, where the loader clears them before they are full (see `hidden`)
-    results            dK and dV, where K and V were
-    ds_full, ds_empty, p_full, p_empty
-                       P and dS on their way from one compute warpgroup to the other
-    met                the compute warpgroups wait for one another
-    order_full, order_empty
-                       what comes next, where only the loader knows it (see `schedule`)
+    kv_full, kv_empty  the block's K and V, and what comes next (see `schedule`)
+    tile_full, tile_empty
+                       a stage of Q and dO, with lse, delta, the mask's vectors over queries and the tile's
+                       number
+    tile_landed        the same, where the loader clears it before it is full (see `hidden`)
+    handed, taken      P or dS, on their way from one compute warpgroup to the other; the last of `taken`: the
+                       compute warpgroups wait for one another
 
-Shared memory, in bytes, with padded head dims D and Dv: K, V, dK and dV 2 * block_k * (D + Dv); Q and dO
-2 * block_q * (stages_q * D + stages_do * Dv); dS 4 * block_k * block_q (by keys), P and dS as much together
-(by roles); lse, delta and the mask's vectors over queries 4 * block_q a stage. A block may have 232,448.
+A thread that waits for barriers keeps a register for each array of them, so there are few.
+
+Shared memory, in bytes, with padded head dims D and Dv: K and V 2 * block_k * (D + Dv); Q and dO
+2 * stages * block_q * (D + Dv); dS 4 * block_k * block_q (by keys), P and dS as much together (by roles);
+lse, delta and the mask's vectors over queries 4 * block_q a stage. A block may have 232,448.
 
 Source: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttention-2" (2023), algorithm 2; Shah et
 al., "FlashAttention-3" (2024), section 3 and appendix B.1 (dQ from shared memory).
@@ -64,6 +62,7 @@ from flashjax.backends.hopper.config import ROWS, BackwardConfig
 from flashjax.problem import Gradients, Inputs, Problem, Wanted
 
 PARTS = 64  # columns of dQ that one store takes
+MET = recompute.MET
 
 
 class Plan(NamedTuple):
@@ -107,14 +106,14 @@ class Plan(NamedTuple):
         return self.config.schedule == "queue" and self.blocks < schedule.items(self.work)
 
     @property
-    def hands_on(self) -> bool:
-        """Whether the loader tells the others which tile it has loaded."""
-        return self.problem.mask is not None or self.group > 1
+    def keeps_order(self) -> bool:
+        """Whether the work reads what comes next again: the others have no registers to spare."""
+        return True
 
     @property
-    def orders(self) -> bool:
-        """Whether the loader tells the others what comes next."""
-        return self.hands_on or self.queue
+    def tells_count(self) -> bool:
+        """Whether the loader counts the tiles for all."""
+        return True
 
     @property
     def ragged(self) -> bool:
@@ -146,11 +145,16 @@ class Plan(NamedTuple):
         keys = 1, config.block_k, problem.key_length
         queries = config.block_q, problem.query_length
         return {
-            "q": transfers.shape(config.stages_q, *queries, problem.head_dim, d),
-            "do": transfers.shape(config.stages_do, *queries, problem.value_dim, dv),
+            "q": transfers.shape(config.stages, *queries, problem.head_dim, d),
+            "do": transfers.shape(config.stages, *queries, problem.value_dim, dv),
             "k": transfers.shape(*keys, problem.head_dim, d),
             "v": transfers.shape(*keys, problem.value_dim, dv),
         }
+
+    @property
+    def copies_of_keys(self) -> int:
+        """Copies that bring K and V."""
+        return self.shapes["k"].copies + self.shapes["v"].copies
 
 
 class Global(NamedTuple):
@@ -190,20 +194,20 @@ class Barriers(NamedTuple):
     """See the module's docstring."""
 
     kv_full: Any
-    q_full: Any
-    q_empty: Any
-    q_landed: Any
-    do_full: Any
-    do_empty: Any
-    do_landed: Any
-    results: Any
-    p_full: Any
-    p_empty: Any
-    ds_full: Any
-    ds_empty: Any
-    met: Any
-    order_full: Any
-    order_empty: Any
+    kv_empty: Any
+    tile_full: Any
+    tile_empty: Any
+    tile_landed: Any
+    handed: Any
+    taken: Any
+
+    @property
+    def order_full(self) -> Any:
+        return self.kv_full
+
+    @property
+    def order_empty(self) -> Any:
+        return self.kv_empty
 
 
 def backward(
@@ -269,10 +273,7 @@ def _run(plan: Plan, arrays: Global) -> tuple[jax.Array | None, jax.Array, jax.A
         dk[...], dv[...] = kernel(arrays._replace(dq=dq))
 
     # The kernel adds to dQ in place; dK and dV are written as a whole, and their zeros never come to be.
-    shape = backward_finish.shape_of(
-        plan.problem, plan.view.count_columns * plan.config.block_q, plan.columns[0]
-    )
-    dq = lax.full_like(arrays.q, 0, jnp.float32, shape)
+    dq = lax.full_like(arrays.q, 0, jnp.float32, backward_finish.shape_of(plan))
     return pl.run_state(body)((dq, jnp.zeros_like(arrays.k), jnp.zeros_like(arrays.v)))
 
 
@@ -287,7 +288,7 @@ def _kernel(plan: Plan) -> Any:
     shapes, (block_q, block_k) = plan.shapes, (config.block_q, config.block_k)
     warpgroups = config.warpgroups
     cols = {
-        n: plgpu.SMEM((config.stages_q, block_q), k.dtype) for n, k in plan.kinds.items() if k.form == "cols"
+        n: plgpu.SMEM((config.stages, block_q), k.dtype) for n, k in plan.kinds.items() if k.form == "cols"
     }
     roles, adds = config.roles, plan.adds
     swizzled = (plgpu.TilingTransform((transfers.PIECE, 64)), plgpu.SwizzleTransform(128))
@@ -297,39 +298,27 @@ def _kernel(plan: Plan) -> Any:
         k=transfers.buffer(problem.dtype, shapes["k"]),
         v=transfers.buffer(problem.dtype, shapes["v"]),
         do=transfers.buffer(problem.dtype, shapes["do"]),
-        lse=plgpu.SMEM((config.stages_q, block_q), jnp.float32),
-        delta=plgpu.SMEM((config.stages_do, block_q), jnp.float32),
+        lse=plgpu.SMEM((config.stages, block_q), jnp.float32),
+        delta=plgpu.SMEM((config.stages, block_q), jnp.float32),
         p=exchanged(1) if roles else None,
         ps=exchanged(1) if roles and problem.softcap is not None else None,
         ds=exchanged(1) if roles else exchanged(2) if adds else None,
         cols=cols,
-        tile=plgpu.SMEM((config.stages_q,), jnp.int32) if plan.hands_on else None,
-        order=plgpu.SMEM((2,), jnp.int32) if plan.orders else None,
+        tile=plgpu.SMEM((2 * config.stages,), jnp.int32),
+        order=plgpu.SMEM((2,), jnp.int32),
         mailbox=plgpu.SMEM((1,), jnp.int32) if plan.queue else None,
     )
-    copies_q = shapes["q"].copies + 1 + len(cols)
-    copies_do = shapes["do"].copies + 1
     barrier = lambda arrivals, count=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-    both = lambda count=1: barrier(warpgroups, count)
     clears = traits.clears_queries
-    slots = 1 if roles else 2
-    exchanges = roles or adds
+    landing = shapes["q"].copies + shapes["do"].copies + 2 + len(cols)
     barriers = Barriers(
-        kv_full=barrier(shapes["k"].copies + shapes["v"].copies),
-        q_full=barrier(1 if clears else copies_q, config.stages_q),
-        q_empty=both(config.stages_q),
-        q_landed=barrier(copies_q, config.stages_q) if clears else None,
-        do_full=barrier(1 if clears else copies_do, config.stages_do),
-        do_empty=both(config.stages_do),
-        do_landed=barrier(copies_do, config.stages_do) if clears else None,
-        results=both(),
-        p_full=barrier(1) if roles else None,
-        p_empty=both() if roles else None,
-        ds_full=barrier(1 if roles else warpgroups, slots) if exchanges else None,
-        ds_empty=both(slots) if exchanges else None,
-        met=both(),
-        order_full=plgpu.Barrier() if plan.orders else None,
-        order_empty=both() if plan.orders else None,
+        kv_full=barrier(1 + plan.copies_of_keys),
+        kv_empty=barrier(warpgroups),
+        tile_full=barrier(1 if clears else landing, config.stages),
+        tile_empty=barrier(warpgroups, config.stages),
+        tile_landed=barrier(landing, config.stages) if clears else None,
+        handed=barrier(1 if roles else warpgroups, 2),
+        taken=barrier(warpgroups, MET + 1),
     )
     compute = backward_roles.compute if roles else backward_keys.compute
 
@@ -341,21 +330,24 @@ def _kernel(plan: Plan) -> Any:
         @pl.when(warpgroup == warpgroups)
         def _load():
             plgpu.set_max_registers(config.registers[1], action="decrease")
-            work = functools.partial(load, plan, inputs, (dk, dv), shared, barriers)
+            work = functools.partial(load, plan, inputs, shared, barriers)
             schedule.lead(plan, shared, barriers, counter, work)
-            plgpu.wait_smem_to_gmem(0)
+            if plan.queue:
+                # The end of the queue comes without keys.
+                for _ in range(plan.copies_of_keys):
+                    plgpu.barrier_arrive(barriers.kv_full)
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
             plgpu.set_max_registers(config.registers[0], action="increase")
-            for empty in (barriers.q_empty, barriers.do_empty, barriers.p_empty, barriers.ds_empty):
-                for slot in range(empty.shape[0] if empty is not None else 0):
-                    plgpu.barrier_arrive(empty.at[slot])  # every stage is free
-            if plan.orders:
-                plgpu.barrier_arrive(barriers.order_empty)
+            for slot in range(config.stages):
+                plgpu.barrier_arrive(barriers.tile_empty.at[slot])  # every stage is free
+            plgpu.barrier_arrive(barriers.kv_empty)
+            for slot in range(2):
+                plgpu.barrier_arrive(barriers.taken.at[slot])
             if config.ordered:
                 pl.when(warpgroup == 0)(lambda: intrinsics.give_turn(warpgroup))  # the first turn is its own
-            work = functools.partial(compute, plan, inputs, shared, barriers)
+            work = functools.partial(compute, plan, inputs, (dk, dv), shared, barriers)
             schedule.follow(plan, shared, barriers, work)
 
     shape = lambda heads, dim: jax.ShapeDtypeStruct(
@@ -395,20 +387,18 @@ def _named(plan: Plan, shared: Shared) -> Shared:
 def load(
     plan: Plan,
     inputs: Global,
-    results: tuple[Any, Any],
     shared: Shared,
     barriers: Barriers,
     item: schedule.Item,
     base: Any,
     publish: Any,
 ) -> Any:
-    """Load K and V, then Q and dO of every tile that may see the keys; then store dK and dV."""
+    """Load K and V, and Q and dO of every tile that may see the keys."""
     config = plan.config
     k0 = item.i * config.block_k
     clears = plan.traits.clears_queries
-    q_slot = lambda n: lax.rem(base + n, jnp.int32(config.stages_q))
-    do_slot = lambda n: lax.rem(base + n, jnp.int32(config.stages_do))
-    q_to, do_to = (barriers.q_landed, barriers.do_landed) if clears else (barriers.q_full, barriers.do_full)
+    slot_of = lambda n: lax.rem(base + n, jnp.int32(config.stages))
+    arrives = barriers.tile_landed if clears else barriers.tile_full
 
     def load_keys():
         transfers.fetch(inputs.k, item.b, k0, item.h, shared.k, 0, barriers.kv_full)
@@ -417,33 +407,23 @@ def load(
     def load_tile(n, tile, meanwhile):
         h, q0 = item.h * plan.group + tile.g, tile.index * config.block_q
         rows = pl.ds(q0, config.block_q)
-        slot = q_slot(n)
-        plgpu.barrier_wait(barriers.q_empty.at[slot])
-        if shared.tile is not None:
-            shared.tile[slot] = tile.key
-        transfers.fetch(inputs.q, item.b, q0, h, shared.q, slot, q_to.at[slot])
-        plgpu.copy_gmem_to_smem(inputs.lse.at[item.b, h, rows], shared.lse.at[slot], q_to.at[slot])
+        slot = slot_of(n)
+        plgpu.barrier_wait(barriers.tile_empty.at[slot])
+        recompute.write_place(plan, shared, base + n, item.b, h, n == 0, tile)
         reader = reading.Reader(plan.kinds, inputs.operands, item.b, h, None)
+        transfers.fetch(inputs.q, item.b, q0, h, shared.q, slot, arrives.at[slot])
+        for array, ref in ((inputs.lse, shared.lse), (inputs.delta, shared.delta)):
+            plgpu.copy_gmem_to_smem(array.at[item.b, h, rows], ref.at[slot], arrives.at[slot])
         for name, ref in shared.cols.items():
-            plgpu.copy_gmem_to_smem(reader.at(name).at[rows], ref.at[slot], q_to.at[slot])
+            plgpu.copy_gmem_to_smem(reader.at(name).at[rows], ref.at[slot], arrives.at[slot])
         pl.when(n == 0)(load_keys)
+        transfers.fetch(inputs.do, item.b, q0, h, shared.do, slot, arrives.at[slot])
         meanwhile()
-        slot = do_slot(n)
-        plgpu.barrier_wait(barriers.do_empty.at[slot])
-        transfers.fetch(inputs.do, item.b, q0, h, shared.do, slot, do_to.at[slot])
-        plgpu.copy_gmem_to_smem(inputs.delta.at[item.b, h, rows], shared.delta.at[slot], do_to.at[slot])
 
     def look(n, tile):
-        slots = q_slot(n), do_slot(n)
-        plgpu.barrier_wait(q_to.at[slots[0]])
-        plgpu.barrier_wait(do_to.at[slots[1]])
-        pl.when(tile.partial)(lambda: hidden.clear_queries(shared, *slots))
-        plgpu.barrier_arrive(barriers.q_full.at[slots[0]])
-        plgpu.barrier_arrive(barriers.do_full.at[slots[1]])
+        slot = slot_of(n)
+        plgpu.barrier_wait(arrives.at[slot])
+        pl.when(tile.partial)(lambda: hidden.clear_queries(shared, slot))
+        plgpu.barrier_arrive(barriers.tile_full.at[slot])
 
-    count = walk.drive(plan, inputs, item, load_tile, publish, look if clears else None)
-    plgpu.barrier_wait(barriers.results)
-    for buffer, array in ((shared.k, results[0]), (shared.v, results[1])):
-        transfers.store(buffer, 0, array, item.b, k0, item.h)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    return base + count
+    return base + walk.drive(plan, inputs, item, load_tile, publish, look if clears else None)

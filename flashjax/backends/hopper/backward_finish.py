@@ -17,8 +17,6 @@ from flashjax.backends.hopper import intrinsics, logits, schedule, transfers
 from flashjax.backends.hopper.config import ROWS
 from flashjax.problem import Problem
 
-WIDTH = 64  # columns that are added at a time
-
 
 class Shared(NamedTuple):
     """Buffers in shared memory."""
@@ -28,10 +26,13 @@ class Shared(NamedTuple):
     sums: Any
 
 
-def shape_of(problem: Problem, length: int, columns: int) -> tuple[int, ...]:
-    """Return the shape of the sums: ``[B, N, tiles of 64 queries, parts of a head, 64 * columns of a part]``."""
-    width = min(columns, WIDTH)
-    return problem.batch, problem.heads, length // ROWS, columns // width, ROWS * width
+def shape_of(plan: Any) -> tuple[int, ...]:
+    """Return the shape of the sums of a backward kernel.
+
+    ``[query tiles of all rows and heads, 64 queries of a tile, columns of a part, 64 * columns of a part]``.
+    """
+    tiles = plan.problem.batch * plan.problem.heads * plan.view.count_columns
+    return tiles, plan.config.block_q // ROWS, plan.columns[0] // plan.part, ROWS * plan.part
 
 
 def dq(
@@ -46,8 +47,9 @@ def dq(
       scale: float32 ``[b]``, None for the default.
       sums: whether the second result is wanted.
     """
-    *_, parts, size = total.shape
+    _, split, parts, size = total.shape
     width = size // ROWS
+    count = total.shape[0] // (problem.batch * problem.heads)
     tiles = -(-problem.query_length // ROWS)
     work = schedule.Work(problem.batch, problem.heads, tiles, heads_first=True)
     shape = transfers.shape(1, ROWS, problem.query_length, problem.head_dim, parts * width)
@@ -65,11 +67,12 @@ def dq(
         if sums:
             transfers.fetch(query, item.b, q0, item.h, shared.q, 0, barrier)
             plgpu.barrier_wait(barrier)
-        factor = logits.factor(problem, scale, item.b)
+        factor = logits.factor(problem, scale, lambda: item.b)
         rows = []
         for part in range(parts):
             columns = pl.ds(part * width, width)
-            x = intrinsics.load_tile(total.at[item.b, item.h, item.i, part], width)
+            number = (item.b * problem.heads + item.h) * count + lax.div(item.i, jnp.int32(split))
+            x = intrinsics.load_tile(total.at[number, lax.rem(item.i, jnp.int32(split)), part], width)
             if sums:
                 q = plgpu.load(shared.q.tile(0).at[:, columns], layout=plgpu.Layout.WGMMA)
                 rows.append(jnp.sum(x * q.astype(jnp.float32), axis=1))

@@ -13,9 +13,11 @@ one's turn: its dS is there by then, and nobody waits for the other. Tile n:
     issue dQ of tile n - 1, then dS to shared memory, issue dK += dS Q
     wait for dQ; add it to global memory
     wait for dK
+
+Registers decide: one too many and the compiler has the products wait for one another. What changes with the
+item only is therefore read from shared memory anew where it is needed.
 """
 
-import functools
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -23,51 +25,41 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.backends.hopper import hidden, intrinsics, logits, reading, recompute, walk
+from flashjax.backends.hopper import hidden, intrinsics, logits, reading, recompute, schedule
 from flashjax.backends.hopper.config import ROWS
 
 
-def compute(plan: Any, inputs: Any, shared: Any, barriers: Any, item: Any, base: Any, count: Any) -> Any:
+def compute(
+    plan: Any, inputs: Any, results: Any, shared: Any, barriers: Any, item: Any, base: Any, count: Any
+) -> Any:
     """Compute dK and dV of 64 keys, and half of this block's shares of dQ."""
     problem, config, dtype = plan.problem, plan.config, plan.problem.dtype
     block_q, (d, dv) = config.block_q, plan.columns
-    warpgroup = lax.axis_index("warpgroup")
-    run = None if plan.hands_on else walk.run_of(plan, inputs, item, item.i * config.block_k, config.block_k)
-    if run is not None:
-        count = lax.optimization_barrier(jnp.int32(run.count))
     k_all, v_all = shared.k.tile(0), shared.v.tile(0)
     own = lambda ref, warpgroup: ref.at[pl.ds(warpgroup * ROWS, ROWS)]
 
-    plgpu.barrier_wait(barriers.kv_full)
     if plan.traits.clears_keys:
         for ref in (k_all, v_all):
-            hidden.clear_keys(own(ref, warpgroup))
+            hidden.clear_keys(own(ref, lax.axis_index("warpgroup")))
         plgpu.commit_smem()
         meet(barriers)
-    held = reading.hold(plan, inputs, item, item.i * config.block_k + warpgroup * ROWS)
+    rows_of = rows_reader(plan, inputs, shared, item, lambda: lax.axis_index("warpgroup") * ROWS)
 
-    def tile_of(n, slot):
-        if run is not None:
-            return walk.nth(plan, run, item, n)
-        return walk.decode(plan, shared.tile[slot])
-
-    def step(dk_acc, dv_acc, n, before):
+    def step(dk_acc, dv_acc, n):
         # Behind a barrier: the loop would otherwise keep addresses of shared memory in registers.
         warpgroup = lax.optimization_barrier(lax.axis_index("warpgroup"))
-        q_slot = lax.rem(base + n, jnp.int32(config.stages_q))
-        do_slot = lax.rem(base + n, jnp.int32(config.stages_do))
+        slot = lax.rem(n, jnp.int32(config.stages))
         ds_slot = lax.optimization_barrier(lax.rem(n, jnp.int32(2)))
-        q, do = shared.q.tile(q_slot), shared.do.tile(do_slot)
-        plgpu.barrier_wait(barriers.q_full.at[q_slot])
-        tile = tile_of(n, q_slot)
+        q, do = shared.q.tile(slot), shared.do.tile(slot)
+        plgpu.barrier_wait(barriers.tile_full.at[slot])
+        place = recompute.read_place(plan, shared, n)
 
         def probabilities(s_acc, dp_acc):
             shape = (ROWS, block_q)
-            lse = lambda: recompute.along_columns(shared.lse.at[q_slot], shape)
+            lse = lambda: recompute.along_columns(shared.lse.at[slot], shape)
             if logits.folds(problem):
                 s_acc[...] = lse()
-            plgpu.barrier_wait(barriers.do_full.at[do_slot])
-            dp_acc[...] = recompute.along_columns(shared.delta.at[do_slot], shape)
+            dp_acc[...] = recompute.along_columns(shared.delta.at[slot], shape)
             if config.ordered:
                 intrinsics.await_turn(warpgroup)
             plgpu.wgmma(s_acc, own(k_all, warpgroup), q.T)
@@ -75,9 +67,10 @@ def compute(plan: Any, inputs: Any, shared: Any, barriers: Any, item: Any, base:
             if config.ordered:
                 intrinsics.give_turn(1 - warpgroup)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-            p, slope = recompute.weights(plan, inputs.scale, item.b, s, lse)
-            rows = functools.partial(held.rows, tile)
-            p = recompute.hide(plan, rows, shared.cols, q_slot, tile, p)
+            p, slope = recompute.weights(plan, inputs.scale, lambda: place.head[0], s, lse)
+            p = recompute.hide(
+                plan, shared.cols, slot, place.partial, lambda: place.q0, lambda: rows_of(place), p
+            )
             narrow = p.astype(dtype)
             plgpu.wgmma(dv_acc, narrow, do)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
@@ -90,34 +83,26 @@ def compute(plan: Any, inputs: Any, shared: Any, barriers: Any, item: Any, base:
         )
         if not plan.adds:
             plgpu.wgmma(dk_acc, ds, q)
-            plgpu.wgmma_wait(1)
-            plgpu.barrier_arrive(barriers.do_empty.at[do_slot])
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(barriers.q_empty.at[q_slot])
-            return before
+            plgpu.barrier_arrive(barriers.tile_empty.at[slot])
+            return
 
         def last(dq_acc):
             other = 1 - ds_slot
-            plgpu.barrier_wait(barriers.ds_full.at[other])
+            plgpu.barrier_wait(barriers.handed.at[other])
             issue_dq(dq_acc, other, warpgroup)
-            plgpu.barrier_wait(barriers.ds_empty.at[ds_slot])
+            plgpu.barrier_wait(barriers.taken.at[ds_slot])
             own(shared.ds.at[ds_slot], warpgroup)[...] = ds
             plgpu.commit_smem()
-            plgpu.barrier_arrive(barriers.ds_full.at[ds_slot])
+            plgpu.barrier_arrive(barriers.handed.at[ds_slot])
             plgpu.wgmma(dk_acc, ds, q)
             dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-            plgpu.barrier_arrive(barriers.do_empty.at[do_slot])
-            plgpu.barrier_arrive(barriers.ds_empty.at[other])
-            pl.when(n > 0)(lambda: send_dq(dq, before, warpgroup))
+            plgpu.barrier_arrive(barriers.taken.at[other])
+            pl.when(~place.first)(lambda: add_dq(dq, n - 1, warpgroup))
 
         pl.run_scoped(last, plgpu.ACC((ROWS, plan.part), jnp.float32))
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(barriers.q_empty.at[q_slot])
-        return place_of(tile)
-
-    def place_of(tile):
-        """Make one number of where a tile's dQ goes."""
-        return tile.index if plan.group == 1 else tile.g * plan.view.count_columns + tile.index
+        plgpu.barrier_arrive(barriers.tile_empty.at[slot])
 
     def issue_dq(dq_acc, slot, warpgroup):
         ds = shared.ds.at[slot]
@@ -126,50 +111,70 @@ def compute(plan: Any, inputs: Any, shared: Any, barriers: Any, item: Any, base:
         else:
             plgpu.wgmma(dq_acc, ds.at[:, pl.ds(warpgroup * ROWS, ROWS)].T, k_all)
 
-    def send_dq(dq, place, warpgroup):
-        g, index = 0, place
-        if plan.group > 1:
-            count = jnp.int32(plan.view.count_columns)
-            g, index = lax.div(place, count), lax.rem(place, count)
-        tile, part = (index, warpgroup) if block_q == ROWS else (2 * index + warpgroup, 0)
-        intrinsics.add_tile(inputs.dq.at[item.b, item.h * plan.group + g, tile, part], dq)
+    def add_dq(dq, n, warpgroup):
+        part = (0, warpgroup) if block_q == ROWS else (warpgroup, 0)
+        intrinsics.add_tile(inputs.dq.at[recompute.read_place(plan, shared, n).number, *part], dq)
 
     def all_tiles(dk_acc, dv_acc):
-        first = jnp.int32(0)
         if plan.adds:
-            # As if a tile before the first had left its dS: what is made of it is not sent.
-            plgpu.barrier_wait(barriers.ds_empty.at[1])
-            plgpu.barrier_arrive(barriers.ds_full.at[1])
-        place = lax.fori_loop(0, count, functools.partial(step, dk_acc, dv_acc), first)
+            # As if a tile before the first had left its dS: what is made of it is not added.
+            slot = lax.rem(base + 1, jnp.int32(2))
+            plgpu.barrier_wait(barriers.taken.at[slot])
+            plgpu.barrier_arrive(barriers.handed.at[slot])
+        end = base + count
+        lax.fori_loop(base, end, lambda n, _: step(dk_acc, dv_acc, n), None)
         if plan.adds:
 
-            def end(dq_acc):
+            def last_dq(dq_acc):
                 warpgroup = lax.optimization_barrier(lax.axis_index("warpgroup"))
-                slot = lax.optimization_barrier(lax.rem(count - 1, jnp.int32(2)))
-                plgpu.barrier_wait(barriers.ds_full.at[slot])
+                slot = lax.optimization_barrier(lax.rem(end + 1, jnp.int32(2)))
+                plgpu.barrier_wait(barriers.handed.at[slot])
                 issue_dq(dq_acc, slot, warpgroup)
                 dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-                plgpu.barrier_arrive(barriers.ds_empty.at[slot])
-                send_dq(dq, place, warpgroup)
+                plgpu.barrier_arrive(barriers.taken.at[slot])
+                add_dq(dq, end - 1, warpgroup)
 
-            pl.run_scoped(end, plgpu.ACC((ROWS, plan.part), jnp.float32))
-        return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0), plgpu.wgmma_accumulator_load(dv_acc, wait_n=0)
+            pl.run_scoped(last_dq, plgpu.ACC((ROWS, plan.part), jnp.float32))
+        gradients = (plgpu.wgmma_accumulator_load(x, wait_n=0) for x in (dk_acc, dv_acc))
+        return *gradients, end
 
-    dk, dvalue = pl.run_scoped(
+    dk, dvalue, end = pl.run_scoped(
         all_tiles, plgpu.ACC((ROWS, d), jnp.float32), plgpu.ACC((ROWS, dv), jnp.float32)
     )
-    if plan.adds:
-        meet(barriers)  # both have read K
-    warpgroup = lax.optimization_barrier(lax.axis_index("warpgroup"))
-    scale = logits.factor(problem, inputs.scale, item.b)
-    own(k_all, warpgroup)[...] = (dk * scale).astype(dtype)
-    own(v_all, warpgroup)[...] = dvalue.astype(dtype)
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(barriers.results)
-    return base + count
+    item = current(plan, shared)
+    plgpu.barrier_arrive(barriers.kv_empty)
+    k0 = item.i * config.block_k + lax.axis_index("warpgroup") * ROWS
+    dk = dk * logits.factor(problem, inputs.scale, lambda: item.b)
+    for array, x in zip(results, (dk, dvalue), strict=True):
+        intrinsics.store_tile(array.at[item.b, :, item.h], x.astype(dtype), k0, jnp.int32(0))
+    return end
+
+
+def rows_reader(plan: Any, inputs: Any, shared: Any, item: Any, offset: Any) -> Any:
+    """Return ``rows(place)``, the `reading.Rows` of 64 keys from ``offset()`` of the block's on."""
+
+    def reader(item, h):
+        start = item.i * plan.config.block_k + offset()
+        return reading.Reader(plan.kinds, inputs.operands, item.b, h, start)
+
+    held = None
+    if not reading.differ_by_head(plan):
+        held = reader(item, item.h * plan.group).rows()
+
+    def rows(place):
+        own = reader(current(plan, shared), place.head[1])
+        return reading.Rows(own, own.rows() if held is None else held)
+
+    return rows
+
+
+def current(plan: Any, shared: Any) -> schedule.Item:
+    """Return the item that the block works on."""
+    return schedule.item_of(plan.work, shared.order[0])
 
 
 def meet(barriers: Any) -> None:
     """Wait until all compute warpgroups are here."""
-    plgpu.barrier_arrive(barriers.met)
-    plgpu.barrier_wait(barriers.met)
+    met = barriers.taken.at[recompute.MET]
+    plgpu.barrier_arrive(met)
+    plgpu.barrier_wait(met)

@@ -83,8 +83,13 @@ class Plan(NamedTuple):
         return False
 
     @property
-    def hands_on(self) -> bool:
-        """Whether the loader tells the others which tile it has loaded."""
+    def keeps_order(self) -> bool:
+        """Whether the work reads what comes next again."""
+        return False
+
+    @property
+    def tells_count(self) -> bool:
+        """Whether the loader counts the tiles for all."""
         return self.traits.scans
 
     @property
@@ -199,7 +204,7 @@ def _kernel(plan: Plan) -> Any:
         *(transfers.buffer(problem.dtype, shapes[name]) for name in ("q", "k", "v", "do")),
         sums=plgpu.SMEM((warpgroups, ROWS), jnp.float32) if plan.sums else None,
         cols=cols,
-        tile=plgpu.SMEM((stages,), jnp.int32) if plan.hands_on else None,
+        tile=plgpu.SMEM((stages,), jnp.int32) if plan.traits.scans else None,
         order=plgpu.SMEM((2,), jnp.int32) if plan.orders else None,
     )
     barrier = lambda arrivals, count=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
@@ -345,8 +350,9 @@ def compute(
             plgpu.wgmma(s_acc, q, k.T)
             plgpu.wgmma(dp_acc, do, v.T)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-            p, slope = recompute.weights(plan, inputs.scale, item.b, s, lambda: along_rows(lse))
-            p = recompute.hide(plan, lambda: rows, shared.cols, slot, tile, p)
+            p, slope = recompute.weights(plan, inputs.scale, lambda: item.b, s, lambda: along_rows(lse))
+            column = lambda: tile.index * config.block_k
+            p = recompute.hide(plan, shared.cols, slot, tile.partial, column, lambda: rows, p)
             return recompute.through(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), slope, dtype)
 
         ds = pl.run_scoped(difference, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
@@ -381,7 +387,7 @@ def compute(
             part = plgpu.load(q.at[:, pl.ds(c, width)], layout=WGMMA).astype(jnp.float32)
             total = total + jnp.sum(part * dq[:, c : c + width], axis=1)
         shared.sums.at[warpgroup][...] = total
-    scale = logits.factor(problem, inputs.scale, item.b)
+    scale = logits.factor(problem, inputs.scale, lambda: item.b)
     q[...] = (dq * scale).astype(dtype)
     plgpu.commit_smem()
     transfers.store(shared.q, warpgroup, results[0], item.b, q0, item.h)

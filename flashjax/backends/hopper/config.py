@@ -52,7 +52,7 @@ class BackwardConfig(NamedTuple):
       block_q: queries of a tile.
       block_k: keys of a block.
       roles: whether its warpgroups share out the work on a tile, or the keys (see `backward`).
-      stages_q, stages_do: tiles of Q and of dO in flight.
+      stages: tiles of Q and dO in flight.
       registers: of a thread that computes, and of one that loads.
       schedule: how blocks share the key tiles: "blocks", "static" or "queue" (see `schedule`).
       ordered: let warpgroups issue their first products in turn.
@@ -62,8 +62,7 @@ class BackwardConfig(NamedTuple):
     block_q: int = 64
     block_k: int = 128
     roles: bool = False
-    stages_q: int = 2
-    stages_do: int = 2
+    stages: int = 2
     registers: tuple[int, int] = (240, 24)
     schedule: str = "blocks"
     ordered: bool = False
@@ -142,7 +141,7 @@ def choose_backward(problem: Problem, traits: BackwardTraits) -> BackwardConfig:
     """Return the config of the backward pass of a call; see `choose`."""
     d, dv = padded(problem.head_dim), padded(problem.value_dim)
     if max(d, dv) > 128:
-        config = BackwardConfig(block_k=64, roles=True, stages_do=1 if min(d, dv) > 128 else 2)
+        config = BackwardConfig(block_k=64, roles=True)
     else:
         config = BackwardConfig(block_q=128 if max(d, dv) <= 64 else 64)
     if traits.scans or traits.clears_queries or traits.pieces:

@@ -112,8 +112,13 @@ class Plan(NamedTuple):
         return 1
 
     @property
-    def hands_on(self) -> bool:
-        """Whether the loader tells the others which tile it has loaded."""
+    def keeps_order(self) -> bool:
+        """Whether the work reads what comes next again."""
+        return False
+
+    @property
+    def tells_count(self) -> bool:
+        """Whether the loader counts the tiles for all."""
         return self.traits.scans
 
     @property
@@ -529,7 +534,7 @@ def _scores(
     """Turn the products [64, block_k] of the n-th tile into logits, and hide what the mask hides."""
     problem = plan.problem
     if not logits.folds(problem):
-        s, _ = logits.logits(problem, scales, rows.reader.b, s)
+        s, _ = logits.logits(problem, scales, lambda: rows.reader.b, s)
     if not plan.masked:
         return s
     tile = visit.tile(plan, n, None if shared.tile is None else shared.tile[slot])

@@ -51,16 +51,16 @@ def clear_keys(ref: Any) -> None:
             part[...] = jnp.where(wide - wide == 0.0, x, jnp.zeros_like(x))
 
 
-def clear_queries(shared: Any, q_slot: Any, do_slot: Any) -> None:
+def clear_queries(shared: Any, slot: Any) -> None:
     """Zero the rows of a tile of Q and dO that see no key: their lse, as `recompute.starts`, is infinite."""
-    lse = shared.lse.at[q_slot]
+    lse = shared.lse.at[slot]
     for start in range(0, lse.shape[0], ROWS):
         x = plgpu.load(lse.at[pl.ds(start, ROWS)], layout=WGMMA.reduce(1), optimized=False)
         dead = jnp.where(x - x == 0.0, 0, 1)
 
         @pl.when(jnp.max(dead) != 0)
         def _(start=start, dead=dead):
-            for buffer, slot in ((shared.q, q_slot), (shared.do, do_slot)):
+            for buffer in (shared.q, shared.do):
                 for part in _parts(buffer.tile(slot), start):
                     x = plgpu.load(part, layout=WGMMA)
                     alive = lax.broadcast_in_dim(dead, x.shape, [0]) == 0

@@ -98,28 +98,19 @@ def give_turn(warpgroup: jax.Array) -> None:
 def positions(count: int, axis: int) -> jax.Array:
     """Return ``arange(count)`` along the rows (axis 0, of which there are 64) or columns (axis 1) of a tile.
 
-    It is found anew wherever it is asked for, from the number of the thread. An iota would be found once, ahead
-    of a loop, and kept: a register for each two numbers.
+    It is found anew wherever it is asked for, from the number of the thread. An iota would be found once,
+    ahead of a loop, and kept: a register for each two numbers.
 
     Returns:
       int32 ``[count]`` in the layout of an accumulator's rows or columns.
     """
 
     def place(_):
-        i32 = _int32_type()
-        read = "mov.u32 $0, %tid.x;"
-        thread = llvm.inline_asm(i32, [], read, "=r", has_side_effects=True)
         layout = mosaic.WGMMA_ROW_LAYOUT if axis == 0 else mosaic.WGMMA_COL_LAYOUT
-        lane = arith.remui(thread, _int32(32))
-        if axis == 0:
-            warp = arith.divui(arith.remui(thread, _int32(WARPGROUP)), _int32(32))
-            first = arith.addi(arith.muli(warp, _int32(16)), arith.divui(lane, _int32(4)))
-            numbers = [[0], [8]]
-        else:
-            first = arith.muli(arith.remui(lane, _int32(4)), _int32(2))
-            numbers = [[i, i + 1] for i in range(0, count, 8)]
+        first = _own_place()[axis]
+        numbers = [[0], [8]] if axis == 0 else [[i, i + 1] for i in range(0, count, 8)]
         registers = np.empty(layout.registers_shape((count,)), dtype=object)
-        kind = ir.VectorType.get((len(numbers[0]),), i32)
+        kind = ir.VectorType.get((len(numbers[0]),), _int32_type())
         for n, parts in enumerate(numbers):
             values = [arith.addi(first, _int32(x)) for x in parts]
             registers.flat[n] = vector.from_elements(kind, values)
@@ -186,6 +177,59 @@ def _quarters(ref: Any, registers: Any) -> Any:
     for n in range(len(registers) // 2):
         pointer = llvm.getelementptr(base.type, base, [], [n * 4 * WARPGROUP], f32, None)
         yield pointer, registers[2 * n : 2 * n + 2]
+
+
+def store_tile(ref: Any, tile: jax.Array, row: jax.Array, column: jax.Array) -> None:
+    """Store a tile, and nothing beyond the end of the array, without a detour through shared memory.
+
+    Each thread stores its own pairs of numbers: for what is written once, and where addresses that are known
+    ahead of a loop would take registers in it.
+
+    Args:
+      ref: bfloat16 or float16 ``[length, dim]`` in global memory.
+      tile: ``[64, columns]`` in the layout of an accumulator and the dtype of ref.
+      row, column: where it goes, int32; column is a multiple of 8.
+    """
+
+    def put(_, ref, tile, row, column):
+        i32, half = _int32_type(), tile.mlir_dtype
+        kind = ir.MemRefType(ref.type)
+        (length, dim), ((pitch, _), _) = kind.shape, kind.get_strides_and_offset()
+        own_row, own_column = _own_place()
+        row = arith.addi(row.registers.item(), own_row)
+        column = column.registers.item()
+        base = mosaic.utils.memref_ptr(ref)
+        dynamic = -(2**31)  # what MLIR puts in the place of an index that is a value
+        i64 = ir.IntegerType.get_signless(64)
+        for down in (0, 8):
+            at = arith.addi(row, _int32(down))
+            offset = arith.muli(arith.extui(i64, at), arith.constant(i64, pitch))
+            start = llvm.getelementptr(base.type, base, [offset], [dynamic], half, None)
+            place = arith.addi(column, own_column)
+            start = llvm.getelementptr(base.type, start, [place], [dynamic], half, None)
+            for n, register in enumerate(tile.registers.flat[down // 8 :: 2]):
+                pointer = llvm.getelementptr(base.type, start, [], [8 * n], half, None)
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"),
+                    [pointer, vector.bitcast(ir.VectorType.get((1,), i32), register), at, column],
+                    "{ .reg .pred p; setp.lt.s32 p, $2, "
+                    f"{length}; setp.lt.and.s32 p, $3, {dim - 8 * n}, p; @p st.global.b32 [$0], $1; }}",
+                    "l,r,r,r",
+                    has_side_effects=True,
+                )
+
+    splat = plgpu.Layout.WG_SPLAT
+    _inline(put, (plgpu.RefType(), plgpu.Layout.WGMMA, splat, splat))(ref, tile, row, column)
+
+
+def _own_place() -> tuple[Any, Any]:
+    """Return the first row and column of a tile that a thread holds, not to be known ahead of a loop."""
+    read = "mov.u32 $0, %tid.x;"
+    thread = llvm.inline_asm(_int32_type(), [], read, "=r", has_side_effects=True)
+    lane = arith.remui(thread, _int32(32))
+    warp = arith.divui(arith.remui(thread, _int32(WARPGROUP)), _int32(32))
+    row = arith.addi(arith.muli(warp, _int32(16)), arith.divui(lane, _int32(4)))
+    return row, arith.muli(arith.remui(lane, _int32(4)), _int32(2))
 
 
 def _turn_of(warpgroup: Any) -> dict[str, Any]:

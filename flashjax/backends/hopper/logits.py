@@ -22,17 +22,17 @@ def folds(problem: Problem) -> bool:
 
 
 def factor(problem: Problem, scales: Any, b: Any) -> Any:
-    """Return the scale of batch row ``b``."""
-    return scales[lax.rem(b, jnp.int32(scales.shape[0]))] if problem.scaled else problem.default_scale
+    """Return the scale of batch row ``b()``."""
+    return scales[lax.rem(b(), jnp.int32(scales.shape[0]))] if problem.scaled else problem.default_scale
 
 
 def logits(problem: Problem, scales: Any, b: Any, s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Turn the products of batch row ``b`` into ``(logits, slope)``, as `scores.logits` does.
+    """Turn the products of batch row ``b()`` into ``(logits, slope)``, as `scores.logits` does.
 
     Args:
       problem: of the call; `folds` is false.
       scales: float32 ``[b]`` in global memory, None where no scale was given.
-      b: batch row.
+      b: ``b()`` is the batch row.
       s: products of a tile.
     """
     return scores.logits(s, factor(problem, scales, b), problem.softcap, None, tanh=tanh)

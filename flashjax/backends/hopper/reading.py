@@ -154,33 +154,9 @@ class Rows(NamedTuple):
     values: dict[str, jax.Array]
 
 
-class Held(NamedTuple):
-    """The 64 rows of one warpgroup of a kernel that walks along several heads.
-
-    Attributes:
-      plan, inputs, item: of the kernel.
-      start: first row.
-      values: what the mask reads of the rows, None where that differs by head.
-    """
-
-    plan: Any
-    inputs: Any
-    item: Any
-    start: Any
-    values: dict[str, jax.Array] | None
-
-    def rows(self, tile: Any) -> Rows:
-        """Return the rows as a tile needs them."""
-        head = self.item.h * self.plan.group + tile.g
-        reader = Reader(self.plan.kinds, self.inputs.operands, self.item.b, head, self.start)
-        return Rows(reader, reader.rows() if self.values is None else self.values)
-
-
-def hold(plan: Any, inputs: Any, item: Any, start: Any) -> Held:
-    """Read what the mask needs of 64 rows, where it is the same for all heads of a group."""
-    reader = Reader(plan.kinds, inputs.operands, item.b, item.h * plan.group, start)
-    by_head = plan.group > 1 and any(k.heads for k in plan.kinds.values() if k.form == "rows")
-    return Held(plan, inputs, item, start, None if by_head else reader.rows())
+def differ_by_head(plan: Any) -> bool:
+    """Whether what the mask reads of the rows is another for each head that a block walks along."""
+    return plan.group > 1 and any(k.heads for k in plan.kinds.values() if k.form == "rows")
 
 
 def seen(plan: Any, rows: Rows, cols: dict[str, Any], slot: Any, first: Any, count: int) -> jax.Array:

@@ -13,7 +13,7 @@ algorithm 2.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -25,6 +25,7 @@ from flashjax.backends.hopper import logits, reading
 from flashjax.backends.hopper.logits import LOG2E
 from flashjax.problem import Problem
 
+MET = 2  # which barrier of ``taken`` the compute warpgroups wait for one another at
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 
@@ -51,18 +52,64 @@ def starts(
     return jnp.pad(lse, missing, constant_values=beyond), jnp.pad(begin, missing)
 
 
+class Place(NamedTuple):
+    """A tile as the loader hands it on: what the others need of it, found where they need it.
+
+    Attributes:
+      plan: of the kernel.
+      number: of the query tile among those of all heads.
+      first: whether it is the first of an item.
+      partial: whether the mask must be evaluated.
+    """
+
+    plan: Any
+    number: Any
+    first: Any
+    partial: Any
+
+    @property
+    def q0(self) -> Any:
+        """First query."""
+        return lax.rem(self.number, jnp.int32(self.plan.view.count_columns)) * self.plan.config.block_q
+
+    @property
+    def head(self) -> tuple[Any, Any]:
+        """Batch row and query head."""
+        head = lax.div(self.number, jnp.int32(self.plan.view.count_columns))
+        heads = jnp.int32(self.plan.problem.heads)
+        return lax.div(head, heads), lax.rem(head, heads)
+
+
+def write_place(plan: Any, shared: Any, n: Any, b: Any, h: Any, first: Any, tile: Any) -> None:
+    """Hand the n-th tile that a block visits on; it can be read until the tile after the next is released."""
+    number = (b * plan.problem.heads + h) * plan.view.count_columns + tile.index
+    shared.tile[_slot(shared, n)] = 4 * number + jnp.where(first, 2, 0) + jnp.where(tile.partial, 1, 0)
+
+
+def read_place(plan: Any, shared: Any, n: Any) -> Place:
+    """Return the n-th tile that a block visits, as it was handed on."""
+    number = shared.tile[_slot(shared, n)]
+    bit = lambda i: (number & i) != 0
+    return Place(plan, lax.shift_right_logical(number, jnp.int32(2)), bit(2), bit(1))
+
+
+def _slot(shared: Any, n: Any) -> Any:
+    return lax.rem(n, jnp.int32(shared.tile.shape[0]))
+
+
 def along_columns(ref: Any, shape: tuple[int, int]) -> jax.Array:
     """Load a number for each column, and repeat it down the rows."""
     return lax.broadcast_in_dim(plgpu.load(ref, layout=COLUMNS), shape, [1])
 
 
 def weights(
-    plan: Any, scales: Any, b: Any, s: jax.Array, lse: Callable[[], jax.Array]
+    plan: Any, scales: Any, b: Callable, s: jax.Array, lse: Callable[[], jax.Array]
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the probabilities of a tile, before the mask, and the slope of the softcap.
 
     Args:
-      plan, scales, b: of the kernel, of the call, and the batch row.
+      plan, scales: of the kernel, and of the call.
+      b: ``b()`` is the batch row.
       s: what the accumulator of the products holds; it started at `starts` where `logits.folds`.
       lse: ``lse()`` is lse in base 2 like ``s``, where it did not.
     """
@@ -73,18 +120,23 @@ def weights(
     return jnp.exp2(s * LOG2E - lse()), slope
 
 
-def hide(plan: Any, rows: Any, cols: Any, slot: Any, tile: Any, p: jax.Array) -> jax.Array:
-    """Zero the probabilities of a tile that the mask hides; ``rows()`` are its `reading.Rows`."""
+def hide(plan: Any, cols: Any, slot: Any, partial: Any, column: Any, rows: Any, p: jax.Array) -> jax.Array:
+    """Zero the probabilities of a tile that the mask hides.
+
+    Args:
+      plan, cols, slot: of the kernel, the mask's vectors over columns, and the stage that holds the tile's.
+      partial: whether the mask must be evaluated.
+      column: ``column()`` is the position of the first column.
+      rows: ``rows()`` are the tile's `reading.Rows`.
+      p: probabilities ``[64, columns]``.
+    """
     if not plan.masked:
         return p
-    block = plan.view.block_columns
-    count = p.shape[1]
 
     def hidden(p):
-        seen = reading.seen(plan, rows(), cols, slot, tile.index * block, count)
-        return jnp.where(seen, p, 0.0)
+        return jnp.where(reading.seen(plan, rows(), cols, slot, column(), p.shape[1]), p, 0.0)
 
-    return lax.cond(tile.partial, hidden, lambda p: p, p)
+    return lax.cond(partial, hidden, lambda p: p, p)
 
 
 def through(p: jax.Array, dp: jax.Array, slope: jax.Array | None, dtype: Any) -> jax.Array:

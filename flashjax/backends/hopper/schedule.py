@@ -11,7 +11,8 @@ share them out:
             work that differs is shared evenly too. Costs one small buffer that XLA sets to 0.
 
 Where only the loader knows what comes next, it tells the others through shared memory: the number of the
-query tile (queue), the count of key tiles (where the loader scans for them, see `walk`).
+query tile (queue), the count of key tiles (where the loader scans for them, see `walk`). Where a
+plan ``keeps_order``, the work itself says when it needs that no more.
 """
 
 from typing import Any, NamedTuple
@@ -104,7 +105,8 @@ def follow(plan: Any, shared: Any, barriers: Any, work: Any) -> None:
             return None, None
         plgpu.barrier_wait(barriers.order_full)
         n, count = shared.order[0], shared.order[1]
-        plgpu.barrier_arrive(barriers.order_empty)
+        if not plan.keeps_order:
+            plgpu.barrier_arrive(barriers.order_empty)
         return n, count
 
     if not plan.queue:

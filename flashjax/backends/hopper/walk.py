@@ -66,7 +66,7 @@ class Tile(NamedTuple):
       g: head of the group.
       index: number of the tile of columns.
       partial: whether the mask must be evaluated there.
-      key: what `decode` makes this tile of; None where nobody needs it.
+      key: what `decode` makes this tile of; None where the loader does not scan.
     """
 
     g: Any
@@ -173,14 +173,14 @@ def drive(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any)
     if plan.traits.scans:
         return _scan(plan, inputs, item, load, publish, look)
     view = plan.view
-    if not plan.hands_on:
+    if not plan.tells_count:
         publish(None)
     run = run_of(plan, inputs, item, item.i * view.block_rows, view.block_rows)
     count = run.count * plan.group
-    if plan.hands_on:
+    if plan.tells_count:
         publish(count)
     meanwhile = functools.partial(_look_back, look)
-    tile_of = lambda n: nth(plan, run, item, n)
+    tile_of = lambda n: nth(plan, run, n)
 
     def step(n, _):
         tile = tile_of(n)
@@ -192,23 +192,15 @@ def drive(plan: Any, inputs: Any, item: Any, load: Any, publish: Any, look: Any)
     return count
 
 
-def nth(plan: Any, run: Run, item: Any, n: Any) -> Tile:
+def nth(plan: Any, run: Run, n: Any) -> Tile:
     """Return the n-th tile of a walk along all heads of the group."""
     if plan.group == 1:
-        tile = run.tile(n)
-    else:
-        tile = run.tile(lax.rem(n, run.count))._replace(g=lax.div(n, run.count))
-    return tile._replace(key=encode(plan, tile)) if plan.hands_on else tile
-
-
-def encode(plan: Any, tile: Tile) -> Any:
-    """Make one number of a tile."""
-    index = tile.index + tile.g * plan.view.count_columns
-    return 2 * index + jnp.where(tile.partial, 1, 0)
+        return run.tile(n)
+    return run.tile(lax.rem(n, run.count))._replace(g=lax.div(n, run.count))
 
 
 def decode(plan: Any, key: Any) -> Tile:
-    """Return the tile of a number."""
+    """Return the tile of a number that the loader's scan has found."""
     index, partial = lax.div(key, jnp.int32(2)), lax.rem(key, jnp.int32(2)) == 1
     if plan.group == 1:
         return Tile(jnp.int32(0), index, partial, key)
