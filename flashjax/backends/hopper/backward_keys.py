@@ -64,7 +64,7 @@ def compute(
                 intrinsics.await_turn(warpgroup)
             plgpu.wgmma(s_acc, own(k_all, warpgroup), q.T)
             plgpu.wgmma(dp_acc, own(v_all, warpgroup), do.T)
-            if config.ordered:
+            if config.ordered == "early":
                 intrinsics.give_turn(1 - warpgroup)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
             p, slope = recompute.weights(plan, inputs.scale, lambda: place.head[0], s, lse)
@@ -73,6 +73,8 @@ def compute(
             )
             narrow = p.astype(dtype)
             plgpu.wgmma(dv_acc, narrow, do)
+            if config.ordered == "late":
+                intrinsics.give_turn(1 - warpgroup)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
             if config.narrow and slope is None:
                 return narrow * dp.astype(dtype)
@@ -122,7 +124,8 @@ def compute(
             plgpu.barrier_wait(barriers.taken.at[slot])
             plgpu.barrier_arrive(barriers.handed.at[slot])
         end = base + count
-        lax.fori_loop(base, end, lambda n, _: step(dk_acc, dv_acc, n), None)
+        # At least one, as always: the compiler then needs no way around the loop.
+        lax.fori_loop(0, jnp.maximum(count, 1), lambda n, _: step(dk_acc, dv_acc, base + n), None)
         if plan.adds:
 
             def last_dq(dq_acc):
@@ -135,19 +138,17 @@ def compute(
                 add_dq(dq, end - 1, warpgroup)
 
             pl.run_scoped(last_dq, plgpu.ACC((ROWS, plan.part), jnp.float32))
-        gradients = (plgpu.wgmma_accumulator_load(x, wait_n=0) for x in (dk_acc, dv_acc))
-        return *gradients, end
+        item = current(plan, shared)
+        k0 = item.i * config.block_k + lax.axis_index("warpgroup") * ROWS
+        for array, acc in zip(results, (dk_acc, dv_acc), strict=True):
+            x = plgpu.wgmma_accumulator_load(acc, wait_n=0)
+            if acc is dk_acc:
+                plgpu.barrier_arrive(barriers.kv_empty)
+                x = x * logits.factor(problem, inputs.scale, lambda: item.b)
+            intrinsics.store_tile(array.at[item.b, :, item.h], x.astype(dtype), k0, jnp.int32(0))
+        return end
 
-    dk, dvalue, end = pl.run_scoped(
-        all_tiles, plgpu.ACC((ROWS, d), jnp.float32), plgpu.ACC((ROWS, dv), jnp.float32)
-    )
-    item = current(plan, shared)
-    plgpu.barrier_arrive(barriers.kv_empty)
-    k0 = item.i * config.block_k + lax.axis_index("warpgroup") * ROWS
-    dk = dk * logits.factor(problem, inputs.scale, lambda: item.b)
-    for array, x in zip(results, (dk, dvalue), strict=True):
-        intrinsics.store_tile(array.at[item.b, :, item.h], x.astype(dtype), k0, jnp.int32(0))
-    return end
+    return pl.run_scoped(all_tiles, plgpu.ACC((ROWS, d), jnp.float32), plgpu.ACC((ROWS, dv), jnp.float32))
 
 
 def rows_reader(plan: Any, inputs: Any, shared: Any, item: Any, offset: Any) -> Any:

@@ -12,7 +12,6 @@ where each of them computes half of the columns of dV, dK and dQ. Tile n:
 Under a softcap the first passes P times its slope on as well.
 """
 
-import functools
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -45,7 +44,7 @@ def compute(
         meet(barriers)
     rows_of = rows_reader(plan, inputs, shared, item, lambda: 0)
 
-    def step(dk_acc, dv_acc, n, _):
+    def step(dk_acc, dv_acc, n):
         # Behind barriers: the loop would otherwise keep addresses of shared memory in registers.
         warpgroup = lax.optimization_barrier(lax.axis_index("warpgroup"))
         zero = lax.optimization_barrier(jnp.int32(0))
@@ -114,7 +113,8 @@ def compute(
 
     def all_tiles(dk_acc, dv_acc):
         end = base + count
-        lax.fori_loop(base, end, functools.partial(step, dk_acc, dv_acc), None)
+        # At least one, as always: the compiler then needs no way around the loop.
+        lax.fori_loop(0, jnp.maximum(count, 1), lambda n, _: step(dk_acc, dv_acc, base + n), None)
         gradients = (plgpu.wgmma_accumulator_load(x, wait_n=0) for x in (dk_acc, dv_acc))
         return *gradients, end
 

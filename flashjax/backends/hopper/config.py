@@ -65,7 +65,7 @@ class BackwardConfig(NamedTuple):
     stages: int = 2
     registers: tuple[int, int] = (240, 24)
     schedule: str = "blocks"
-    ordered: bool = False
+    ordered: str = ""
     narrow: bool = False
 
     @property

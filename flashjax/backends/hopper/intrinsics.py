@@ -15,6 +15,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 from flashjax.backends.hopper.config import WARPGROUP
 
 ROWS = plgpu.Layout.WGMMA.reduce(1)
+DYNAMIC = -(2**31)  # what MLIR puts in the place of an index that is a value
 FIRST_BARRIER = 8  # of the 16 named ones of a block; Mosaic GPU has 0 and one for each warpgroup
 
 
@@ -172,8 +173,7 @@ def _quarters(ref: Any, registers: Any) -> Any:
     base = mosaic.utils.memref_ptr(ref)
     thread = arith.remui(mosaic.utils.thread_idx(), _int32(WARPGROUP))
     first = arith.muli(thread, arith.constant(i32, 4))
-    dynamic = -(2**31)  # what MLIR puts in the place of an index that is a value
-    base = llvm.getelementptr(base.type, base, [first], [dynamic], f32, None)
+    base = llvm.getelementptr(base.type, base, [first], [DYNAMIC], f32, None)
     for n in range(len(registers) // 2):
         pointer = llvm.getelementptr(base.type, base, [], [n * 4 * WARPGROUP], f32, None)
         yield pointer, registers[2 * n : 2 * n + 2]
@@ -182,8 +182,8 @@ def _quarters(ref: Any, registers: Any) -> Any:
 def store_tile(ref: Any, tile: jax.Array, row: jax.Array, column: jax.Array) -> None:
     """Store a tile, and nothing beyond the end of the array, without a detour through shared memory.
 
-    Each thread stores its own pairs of numbers: for what is written once, and where addresses that are known
-    ahead of a loop would take registers in it.
+    For what is written once, and where addresses that are known ahead of a loop would take registers in it. The
+    four threads that share a row exchange what they hold, so that each stores 16 bytes.
 
     Args:
       ref: bfloat16 or float16 ``[length, dim]`` in global memory.
@@ -192,34 +192,59 @@ def store_tile(ref: Any, tile: jax.Array, row: jax.Array, column: jax.Array) -> 
     """
 
     def put(_, ref, tile, row, column):
-        i32, half = _int32_type(), tile.mlir_dtype
+        i32, i64, half = _int32_type(), ir.IntegerType.get_signless(64), tile.mlir_dtype
         kind = ir.MemRefType(ref.type)
         (length, dim), ((pitch, _), _) = kind.shape, kind.get_strides_and_offset()
         own_row, own_column = _own_place()
+        lane = arith.divui(own_column, _int32(2))  # within the four
+        word = ir.VectorType.get((1,), i32)
+        words = [vector.extract(vector.bitcast(word, x), [], [0]) for x in tile.registers.flat]
+        base = mosaic.utils.memref_ptr(ref)
         row = arith.addi(row.registers.item(), own_row)
         column = column.registers.item()
-        base = mosaic.utils.memref_ptr(ref)
-        dynamic = -(2**31)  # what MLIR puts in the place of an index that is a value
-        i64 = ir.IntegerType.get_signless(64)
-        for down in (0, 8):
-            at = arith.addi(row, _int32(down))
+        for down in (0, 1):
+            at = arith.addi(row, _int32(8 * down))
             offset = arith.muli(arith.extui(i64, at), arith.constant(i64, pitch))
-            start = llvm.getelementptr(base.type, base, [offset], [dynamic], half, None)
-            place = arith.addi(column, own_column)
-            start = llvm.getelementptr(base.type, start, [place], [dynamic], half, None)
-            for n, register in enumerate(tile.registers.flat[down // 8 :: 2]):
-                pointer = llvm.getelementptr(base.type, start, [], [8 * n], half, None)
+            start = llvm.getelementptr(base.type, base, [offset], [DYNAMIC], half, None)
+            own = words[down::2]
+            wide = 4 if len(own) % 4 == 0 else 1
+            for first in range(0, len(own), wide):
+                place = arith.addi(column, _int32(8 * first))
+                within = arith.muli(lane, _int32(8)) if wide == 4 else own_column
+                place = arith.addi(place, within)
+                pointer = llvm.getelementptr(base.type, start, [place], [DYNAMIC], half, None)
+                parts = own[first : first + wide]
+                parts = _transpose(lane, parts) if wide == 4 else parts
+                names = ", ".join(f"${n + 3}" for n in range(wide))
                 llvm.inline_asm(
                     ir.Type.parse("!llvm.void"),
-                    [pointer, vector.bitcast(ir.VectorType.get((1,), i32), register), at, column],
-                    "{ .reg .pred p; setp.lt.s32 p, $2, "
-                    f"{length}; setp.lt.and.s32 p, $3, {dim - 8 * n}, p; @p st.global.b32 [$0], $1; }}",
-                    "l,r,r,r",
+                    [pointer, at, place, *parts],
+                    f"{{ .reg .pred p; setp.lt.s32 p, $1, {length}; setp.lt.and.s32 p, $2, {dim}, p; "
+                    f"@p st.global.v{wide}.b32 [$0], {{{names}}}; }}".replace("v1.", "").replace(
+                        "{$3}", "$3"
+                    ),
+                    "l,r,r" + ",r" * wide,
                     has_side_effects=True,
                 )
 
     splat = plgpu.Layout.WG_SPLAT
     _inline(put, (plgpu.RefType(), plgpu.Layout.WGMMA, splat, splat))(ref, tile, row, column)
+
+
+def _transpose(lane: Any, words: list[Any]) -> list[Any]:
+    """Turn the n-th of the words of four threads into the four words of the n-th thread."""
+    for distance in (1, 2):
+        bit = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, _int32(distance)), _int32(0))
+        words = list(words)
+        for low in range(4):
+            if low & distance:
+                continue
+            high = low | distance
+            sent = arith.select(bit, words[low], words[high])
+            got = mosaic.utils.shfl_bfly(sent, distance)
+            words[low] = arith.select(bit, got, words[low])
+            words[high] = arith.select(bit, words[high], got)
+    return words
 
 
 def _own_place() -> tuple[Any, Any]:
