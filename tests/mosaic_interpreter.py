@@ -6,11 +6,12 @@ Test-only, on jax's private API. What is added:
 - wgmma with a left operand in registers;
 - asynchrony of wgmma: its operands count as read when it is issued and again where it is awaited, so that
   a buffer handed back between the two is a race;
-- TMA stores that add to global memory, which commute and so do not race with one another;
 - views of one buffer in a `plgpu.RefUnion` of which one cuts the other in pieces (but not races between
   views: jax takes all tiles of a union for one);
-- the kernels' own inline code (`flashjax.backends.hopper.intrinsics`): the vote, and the counter, of which
-  there is one in all that is interpreted; that warpgroups take turns decides on speed alone and is left out;
+- the kernels' own inline code (`flashjax.backends.hopper.intrinsics`): the vote; the counter, of which there
+  is one in all that is interpreted; positions; tiles added to, loaded from and stored to global memory, where
+  sums commute and so do not race. That warpgroups take turns decides on speed alone, and that warps of one
+  warpgroup run apart is not interpreted at all: both are left out;
 - ends of kernels at which nobody has waited for the last arrivals (jax 0.12 allows that already).
 """
 
@@ -38,7 +39,6 @@ Interpreter = jaxpr_interpret.JaxprInterpreter
 _stock_interpret = Interpreter.interpret
 _stock_resolve = jaxpr_interpret.resolve_ref
 _stock_get = gpu_callbacks._get
-_stock_store = gpu_callbacks.copy_smem_to_gmem
 _stock_deallocate = shared_memory.Barrier.deallocate
 
 
@@ -51,7 +51,6 @@ def interpreted(**options: Any) -> Iterator[None]:
         (Interpreter, "interpret", _interpret),
         (jaxpr_interpret, "resolve_ref", _resolve),
         (gpu_callbacks, "_get", _get),
-        (gpu_callbacks, "copy_smem_to_gmem", _store),
         (gpu_callbacks, "call_tag_ref_union", lambda token, *_: token),
     ]
     if not hasattr(shared_memory, "BarrierReallocationChecker"):
@@ -262,8 +261,64 @@ def _inline(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> 
         take = lambda token: (token, np.int32(next(_numbers)))
         token, number = jax.experimental.io_callback(take, result, token)
         return token, [number]
-    assert name in ("wait", "arrive"), name
+    if name == "place":
+        return token, [jnp.arange(equation.outvars[0].aval.shape[0], dtype=jnp.int32)]
+    if name in _ON_HOST:
+        return _inline_on_host(self, equation, token, inputs, _ON_HOST[name])
+    assert name in ("wait", "arrive", "gather"), name
     return token, []
+
+
+def _inline_on_host(self: Any, equation: Any, token: Any, inputs: Any, function: Any) -> Any:
+    """Call ``function(memory, place, *arrays)``, where place is what the first argument refers to."""
+    count = equation.params["pytree_args"].num_leaves
+    (ref, *arrays), leaves = inputs[:count], inputs[count:]
+    transforms = equation.params["pytree_ref_transforms"].unflatten(leaves)[0]
+    ref, transforms = jaxpr_interpret.resolve_ref(equation.invars[0].aval, ref, transforms)
+
+    def call(token, thread, ref, transforms, *arrays):
+        memory = gpu_callbacks._get_shared_memory()
+        key = gpu_callbacks.HostAllocationKey.from_array(ref)
+        transforms = gpu_callbacks._remove_noop_transforms(transforms)
+        access = memory.access(key, jax.tree.map(int, transforms))
+        result = function(memory, (key, access, thread), *map(np.asarray, arrays))
+        return token if result is None else (token, result)
+
+    results = gpu_callbacks.TOKEN_SHAPE_DTYPE
+    if equation.outvars:
+        x = equation.outvars[0].aval
+        results = results, jax.ShapeDtypeStruct(x.shape, x.dtype)
+        function = functools.partial(function, shape=x.shape)
+    outputs = jax.experimental.io_callback(call, results, token, self.thread, ref, transforms, *arrays)
+    return (outputs[0], [outputs[1]]) if equation.outvars else (outputs, [])
+
+
+def _add(memory, place, tile):
+    with _sums:
+        before, _, _ = memory.get_buffer_content(*place)
+        memory.store_buffer_content(*place[:2], before + tile.reshape(-1), place[2])
+
+
+def _load(memory, place, shape):
+    return memory.get_buffer_content(*place)[0].reshape(shape)
+
+
+def _zero(memory, place):
+    key, access, thread = place
+    memory.store_buffer_content(key, access, np.zeros(access.shape, np.float32), thread)
+
+
+def _put(memory, place, tile, row, column):
+    key, access, thread = place
+    with _sums:
+        whole = np.array(memory.get_buffer_content(*place)[0])
+        target = whole[int(row) :, int(column) :][: tile.shape[0], : tile.shape[1]]
+        target[...] = tile[: target.shape[0], : target.shape[1]]
+        memory.store_buffer_content(key, access, whole, thread)
+
+
+_sums = threading.Lock()
+_ON_HOST = {"add": _add, "load": _load, "zero": _zero, "put": _put}
 
 
 def _counter(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> Any:
@@ -297,57 +352,6 @@ def _get(token: Any, mesh_location: Any, thread: Any, *args: Any, **options: Any
     if thread is not None:
         gpu_callbacks._get_shared_memory().commit_smem(thread)
     return result
-
-
-# ---- stores that add ------------------------------------------------------------------------------
-
-
-def _store(
-    *, thread: Any, mesh_location: Any, token: Any, source_info: Any, reduction_op: Any, **refs: Any
-) -> Any:
-    if reduction_op is None:
-        return _stock_store(
-            thread=thread,
-            mesh_location=mesh_location,
-            token=token,
-            source_info=source_info,
-            reduction_op=None,
-            **refs,
-        )
-    assert reduction_op == "add", reduction_op
-    assert refs["predicate"] is None
-    memory = gpu_callbacks._get_shared_memory()
-    places = {}
-    for end in ("src", "dst"):
-        key = gpu_callbacks.HostAllocationKey.from_array(refs[f"{end}_allocation_key_as_array"])
-        transforms = gpu_callbacks._remove_noop_transforms(refs[f"{end}_transforms"])
-        places[f"{end}_allocation_key"] = key
-        places[f"{end}_access"] = memory.access(key, jax.tree.map(int, transforms))
-    clock = memory.incr_clock(thread) if memory.detect_races else None
-    memory.execute_async_task(
-        _Adding(mesh_location=mesh_location, thread=thread, source_info=source_info, clock=clock, **places)
-    )
-    return token
-
-
-class _Adding(gpu_callbacks.AsyncCopySmemToGmemTask):
-    _lock = threading.Lock()
-
-    def __call__(self, tma_thread_id):
-        memory = gpu_callbacks._get_shared_memory()
-        self.pre_read(tma_thread_id, memory)
-        value, _, _ = memory.get_buffer_content(self.src_allocation_key, self.src_access, self.thread)
-        if memory.detect_races:
-            self.clock.inc(tma_thread_id)
-            self.write_clock = self.clock.copy()
-        shape = tuple(memory.buffer_shape_and_dtype(self.dst_allocation_key).shape)
-        clipped = gpu_callbacks._clip_store_to_shape(self.dst_access, value, shape)
-        if clipped is not None:
-            key, (inside, value) = self.dst_allocation_key, clipped
-            with self._lock:
-                before, _, _ = memory.get_buffer_content(key, inside, self.thread)
-                memory.store_buffer_content(key, inside, before + value, self.thread)
-        self.post_write(tma_thread_id, memory)
 
 
 # ---- views of one buffer ---------------------------------------------------------------------------

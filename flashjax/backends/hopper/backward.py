@@ -48,6 +48,7 @@ from flashjax.backends.hopper import (
     backward_keys,
     backward_queries,
     backward_roles,
+    backward_start,
     hidden,
     intrinsics,
     packing,
@@ -106,6 +107,11 @@ class Plan(NamedTuple):
         return self.config.schedule == "queue" and self.blocks < schedule.items(self.work)
 
     @property
+    def takes_late(self) -> bool:
+        """Whether a block takes the next key tile when it has loaded for this one."""
+        return True
+
+    @property
     def keeps_order(self) -> bool:
         """Whether the work reads what comes next again: the others have no registers to spare."""
         return True
@@ -158,7 +164,7 @@ class Plan(NamedTuple):
 
 
 class Global(NamedTuple):
-    """Arrays in global memory; lse and delta are `recompute.starts`."""
+    """Arrays in global memory; lse and delta are `backward_start.starts`."""
 
     q: Any
     k: Any
@@ -228,7 +234,9 @@ def backward(
     plan = Plan(problem, traits, config, kinds, adds=not split)
     view = plan.view
     scale = inputs.scale.reshape(-1) if problem.scaled else None
-    rows = recompute.starts(problem, out, lse, dout, dlse, view.count_columns * view.block_columns)
+    total = None if split else backward_finish.shape_of(plan)
+    length = view.count_columns * view.block_columns
+    *rows, zeros = backward_start.starts(problem, out, lse, dout, dlse, length, total)
     bounds = walk.bounds(inputs.mask, problem, view) if traits.scans else {}
     arrays = Global(
         inputs.query,
@@ -239,7 +247,7 @@ def backward(
         scale,
         packing.pack_all(inputs.mask, view),
         bounds,
-        None,
+        zeros,
     )
     dq, dk, dv = _run(plan, arrays)
     if split:
@@ -273,8 +281,7 @@ def _run(plan: Plan, arrays: Global) -> tuple[jax.Array | None, jax.Array, jax.A
         dk[...], dv[...] = kernel(arrays._replace(dq=dq))
 
     # The kernel adds to dQ in place; dK and dV are written as a whole, and their zeros never come to be.
-    dq = lax.full_like(arrays.q, 0, jnp.float32, backward_finish.shape_of(plan))
-    return pl.run_state(body)((dq, jnp.zeros_like(arrays.k), jnp.zeros_like(arrays.v)))
+    return pl.run_state(body)((arrays.dq, jnp.zeros_like(arrays.k), jnp.zeros_like(arrays.v)))
 
 
 def _scale_gradient(scale: jax.Array, lse: jax.Array, sums: jax.Array) -> jax.Array:

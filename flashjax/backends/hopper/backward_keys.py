@@ -140,6 +140,7 @@ def compute(
             pl.run_scoped(last_dq, plgpu.ACC((ROWS, plan.part), jnp.float32))
         item = current(plan, shared)
         k0 = item.i * config.block_k + lax.axis_index("warpgroup") * ROWS
+        intrinsics.gather_warps()  # all have read the item
         for array, acc in zip(results, (dk_acc, dv_acc), strict=True):
             x = plgpu.wgmma_accumulator_load(acc, wait_n=0)
             if acc is dk_acc:

@@ -26,8 +26,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper import (
+    backward_start,
     hidden,
     logits,
     packing,
@@ -37,6 +37,7 @@ from flashjax.backends.hopper import (
     transfers,
     walk,
 )
+from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper.config import ROWS, QueriesConfig
 from flashjax.problem import Inputs, Problem
 
@@ -83,6 +84,11 @@ class Plan(NamedTuple):
         return False
 
     @property
+    def takes_late(self) -> bool:
+        """Whether a block takes the next query tile when it has loaded this one."""
+        return False
+
+    @property
     def keeps_order(self) -> bool:
         """Whether the work reads what comes next again."""
         return False
@@ -121,7 +127,7 @@ class Plan(NamedTuple):
 
 
 class Global(NamedTuple):
-    """Arrays in global memory; lse and delta are `recompute.starts`."""
+    """Arrays in global memory; lse and delta are `backward_start.starts`."""
 
     q: Any
     k: Any
@@ -179,7 +185,8 @@ def dq(
     config = config or configs.choose_queries(problem)
     plan = Plan(problem, traits, config, packing.kinds(problem.mask), sums)
     view = plan.view
-    rows = recompute.starts(problem, out, lse, dout, dlse, view.count_rows * view.block_rows)
+    length = view.count_rows * view.block_rows
+    *rows, _ = backward_start.starts(problem, out, lse, dout, dlse, length)
     arrays = Global(
         inputs.query,
         inputs.key,

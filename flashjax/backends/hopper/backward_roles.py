@@ -122,6 +122,7 @@ def compute(
         all_tiles, plgpu.ACC((ROWS, d // 2), jnp.float32), plgpu.ACC((ROWS, dv // 2), jnp.float32)
     )
     item = current(plan, shared)
+    intrinsics.gather_warps()  # all have read the item
     plgpu.barrier_arrive(barriers.kv_empty)
     warpgroup, k0 = lax.axis_index("warpgroup"), item.i * config.block_k
     dk = dk * logits.factor(problem, inputs.scale, lambda: item.b)

@@ -112,6 +112,11 @@ class Plan(NamedTuple):
         return 1
 
     @property
+    def takes_late(self) -> bool:
+        """Whether a block takes the next query tile when it has loaded this one."""
+        return False
+
+    @property
     def keeps_order(self) -> bool:
         """Whether the work reads what comes next again."""
         return False

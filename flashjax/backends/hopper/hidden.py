@@ -52,7 +52,7 @@ def clear_keys(ref: Any) -> None:
 
 
 def clear_queries(shared: Any, slot: Any) -> None:
-    """Zero the rows of a tile of Q and dO that see no key: their lse, as `recompute.starts`, is infinite."""
+    """Zero the rows of a tile of Q and dO that see no key: their lse is infinite (`backward_start`)."""
     lse = shared.lse.at[slot]
     for start in range(0, lse.shape[0], ROWS):
         x = plgpu.load(lse.at[pl.ds(start, ROWS)], layout=WGMMA.reduce(1), optimized=False)

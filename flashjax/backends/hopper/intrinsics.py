@@ -78,6 +78,18 @@ def take(counter: Any, mailbox: Any) -> jax.Array:
     return _inline(fetch_add, (plgpu.RefType(), plgpu.RefType()), number=True)(counter, mailbox)
 
 
+def gather_warps() -> None:
+    """Wait until all warps of the warpgroup are here.
+
+    A barrier of Pallas's is arrived at by one thread, whatever the others have yet to read.
+    """
+
+    def gather(_):
+        mosaic.warpgroup_barrier()
+
+    _inline(gather, ())()
+
+
 def await_turn(warpgroup: jax.Array) -> None:
     """Wait until somebody has given the turn to this warpgroup."""
 
@@ -148,6 +160,18 @@ def add_tile(ref: Any, tile: jax.Array) -> None:
     _inline(add, (plgpu.RefType(), plgpu.Layout.WGMMA))(ref, tile)
 
 
+def zero_tile(ref: Any, size: int) -> None:
+    """Zero what `add_tile` adds to: float32 ``[size]`` in global memory."""
+
+    def zero(_, ref):
+        vector_type = ir.VectorType.get((4,), ir.F32Type.get())
+        zeros = arith.constant(vector_type, ir.DenseElementsAttr.get_splat(vector_type, _float32(0)))
+        for pointer, _ in _quarters(ref, [None] * (2 * size // (4 * WARPGROUP))):
+            llvm.store(zeros, pointer)
+
+    _inline(zero, (plgpu.RefType(),))(ref)
+
+
 def load_tile(ref: Any, columns: int) -> jax.Array:
     """Load what `add_tile` has added up: float32 ``[64, columns]`` in the layout of an accumulator."""
 
@@ -182,8 +206,8 @@ def _quarters(ref: Any, registers: Any) -> Any:
 def store_tile(ref: Any, tile: jax.Array, row: jax.Array, column: jax.Array) -> None:
     """Store a tile, and nothing beyond the end of the array, without a detour through shared memory.
 
-    For what is written once, and where addresses that are known ahead of a loop would take registers in it. The
-    four threads that share a row exchange what they hold, so that each stores 16 bytes.
+    For what is written once, and where addresses that are known ahead of a loop would take registers in it.
+    The four threads that share a row exchange what they hold, so that each stores 16 bytes.
 
     Args:
       ref: bfloat16 or float16 ``[length, dim]`` in global memory.
@@ -275,6 +299,10 @@ def _int32_type() -> Any:
 
 def _int32(value: int) -> Any:
     return arith.constant(_int32_type(), value)
+
+
+def _float32(value: float) -> Any:
+    return ir.FloatAttr.get(ir.F32Type.get(), value)
 
 
 def _uniform(x: Any) -> Any:

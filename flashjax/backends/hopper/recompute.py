@@ -5,8 +5,8 @@
 Where logits are a constant times the products, the accumulator of S starts at ``-lse / scale``, and that of
 dP at ``dlse - delta`` always: neither then takes a register beside the products.
 
-A query beyond T, and one that sees no key, has ``lse = inf``, so that its probabilities are 0 whatever the
-mask says.
+`backward_start` computes these. A query beyond T, and one that sees no key, has ``lse = inf``, so that its
+probabilities are 0 whatever the mask says.
 
 Source: Dao et al., "FlashAttention" (2022), appendix B.2, algorithm 4; Dao, "FlashAttention-2" (2023),
 algorithm 2.
@@ -23,33 +23,9 @@ from jax import lax
 from flashjax import scores
 from flashjax.backends.hopper import logits, reading
 from flashjax.backends.hopper.logits import LOG2E
-from flashjax.problem import Problem
 
 MET = 2  # which barrier of ``taken`` the compute warpgroups wait for one another at
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
-
-
-def starts(
-    problem: Problem,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array | None,
-    length: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Return what S and dP start from, float32 ``[B, N, length]`` with T rounded up to whole tiles.
-
-    The first is ``-lse / scale`` where `logits.folds`, else ``lse * log2(e)``; the second ``dlse - delta``.
-    """
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1).swapaxes(1, 2)
-    begin = -delta if dlse is None else dlse - delta
-    dead = lse == -jnp.inf
-    begin = jnp.where(dead, 0, begin)
-    lse = jnp.where(dead, jnp.inf, lse)
-    lse = lse * (-1 / problem.default_scale if logits.folds(problem) else LOG2E)
-    missing = ((0, 0), (0, 0), (0, length - problem.query_length))
-    beyond = -jnp.inf if logits.folds(problem) else jnp.inf
-    return jnp.pad(lse, missing, constant_values=beyond), jnp.pad(begin, missing)
 
 
 class Place(NamedTuple):

@@ -8,7 +8,9 @@ share them out:
     static  a block for each multiprocessor, which takes every n-th of n blocks. The loads of a query tile
             run under the end of the one before.
     queue   likewise, but each loader takes the next number from a counter that all blocks share, so that
-            work that differs is shared evenly too. Costs one small buffer that XLA sets to 0.
+            work that differs is shared evenly too. Costs one small buffer that XLA sets to 0. It takes it
+            before the item at hand, which hides the wait, or ``takes_late``, after it: items that are few and
+            large are then shared more evenly.
 
 Where only the loader knows what comes next, it tells the others through shared memory: the number of the
 query tile (queue), the count of key tiles (where the loader scans for them, see `walk`). Where a
@@ -90,7 +92,11 @@ def lead(plan: Any, shared: Any, barriers: Any, counter: Any, work: Any) -> None
 
     def turn(state):
         n, base = state
-        after = intrinsics.take(counter, shared.mailbox) + plan.blocks
+        take = lambda: intrinsics.take(counter, shared.mailbox) + plan.blocks
+        if plan.takes_late:
+            base = one(n, base)
+            return take(), base
+        after = take()
         return after, one(n, base)
 
     n, _ = lax.while_loop(lambda state: state[0] < items(plan.work), turn, (block, jnp.int32(0)))
@@ -106,6 +112,7 @@ def follow(plan: Any, shared: Any, barriers: Any, work: Any) -> None:
         plgpu.barrier_wait(barriers.order_full)
         n, count = shared.order[0], shared.order[1]
         if not plan.keeps_order:
+            intrinsics.gather_warps()
             plgpu.barrier_arrive(barriers.order_empty)
         return n, count
 
