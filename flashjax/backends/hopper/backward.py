@@ -10,8 +10,8 @@ out:
 
 dQ is added to in whatever order the blocks arrive at it, straight from registers (`intrinsics.add_tile`),
 and another kernel, `backward_finish`, brings it into the shape and dtype of q. Where the backward pass must
-repeat bit for bit, this kernel leaves dQ out, and another one computes it by query tile
-(`backward_queries`): seven products a tile instead of five.
+repeat bit for bit, or the scale has a gradient, this kernel leaves dQ out, and another one computes it by
+query tile (`backward_queries`): seven products a tile instead of five.
 
 Barriers (full: loader to compute, empty: compute to loader):
 
@@ -229,7 +229,7 @@ def backward(
     """Compute the gradients of a call; see the module's docstring."""
     traits = traits_of(problem)
     config = config or configs.choose_backward(problem, traits)
-    split = problem.deterministic
+    split = problem.deterministic or wanted.scale
     kinds = packing.kinds(problem.mask, by_key=True)
     plan = Plan(problem, traits, config, kinds, adds=not split)
     view = plan.view
@@ -250,10 +250,9 @@ def backward(
         zeros,
     )
     dq, dk, dv = _run(plan, arrays)
-    if split:
-        dq, sums = backward_queries.dq(problem, inputs, out, lse, dout, dlse, sums=wanted.scale)
-    else:
-        dq, sums = backward_finish.dq(problem, dq, inputs.query, scale, sums=wanted.scale)
+    if not split:
+        return Gradients(backward_finish.dq(problem, dq, scale), dk, dv)
+    dq, sums = backward_queries.dq(problem, inputs, out, lse, dout, dlse, sums=wanted.scale)
     dscale = _scale_gradient(inputs.scale, lse, sums) if wanted.scale else None
     return Gradients(dq, dk, dv, None, dscale)
 

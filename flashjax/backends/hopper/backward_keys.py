@@ -25,6 +25,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax import scores
 from flashjax.backends.hopper import hidden, intrinsics, logits, reading, recompute, schedule
 from flashjax.backends.hopper.config import ROWS
 
@@ -78,7 +79,7 @@ def compute(
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
             if config.narrow and slope is None:
                 return narrow * dp.astype(dtype)
-            return recompute.through(p, dp, slope, dtype)
+            return scores.through_softcap(p * dp, slope).astype(dtype)
 
         ds = pl.run_scoped(
             probabilities, plgpu.ACC((ROWS, block_q), jnp.float32), plgpu.ACC((ROWS, block_q), jnp.float32)

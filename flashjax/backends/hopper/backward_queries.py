@@ -1,4 +1,4 @@
-"""dQ by query tile, where the backward pass must repeat bit for bit.
+"""dQ by query tile, where the backward pass must repeat bit for bit or the scale has a gradient.
 
 A block owns 64 queries a warpgroup and walks along the keys as the forward kernel does: S and dP anew, dS,
 then dQ += dS K, which stays in registers. Three products a tile, beside the four of the kernel for dK and dV.
@@ -26,6 +26,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax import scores
 from flashjax.backends.hopper import (
     backward_start,
     hidden,
@@ -42,6 +43,7 @@ from flashjax.backends.hopper.config import ROWS, QueriesConfig
 from flashjax.problem import Inputs, Problem
 
 WGMMA = plgpu.Layout.WGMMA
+SUMS = 3
 
 
 class Plan(NamedTuple):
@@ -49,7 +51,7 @@ class Plan(NamedTuple):
 
     Attributes:
       traits: `configs.BackwardTraits` of the walk along keys.
-      sums: whether it returns rowsum(dQ ∘ Q) too.
+      sums: whether it returns sums over the keys too: dS ∘ U, dS and P ∘ U, where U = d logits / d scale.
     """
 
     problem: Problem
@@ -175,7 +177,7 @@ def dq(
     sums: bool,
     config: QueriesConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute ``(dq [B, T, N, D], rowsum(dQ / scale ∘ Q) [B, N, T] or None)``."""
+    """Compute ``(dq [B, T, N, D], gradient of the scale by query [B, N, T] or None)``."""
     traits = configs.BackwardTraits(
         scans=walk.scans(problem),
         clears_keys=hidden.possible(problem),
@@ -198,7 +200,11 @@ def dq(
         walk.bounds(inputs.mask, problem, view) if traits.scans else {},
     )
     results = _kernel(plan)(arrays)
-    return results[0], results[1][:, :, : problem.query_length] if sums else None
+    if not sums:
+        return results[0], None
+    slopes, changes, means = results[1][..., : problem.query_length]
+    # The changes of a row's weights sum to dlse, but for the rounding of O in delta: take out what that does.
+    return results[0], slopes - means * (changes if dlse is None else changes - dlse)
 
 
 def _kernel(plan: Plan) -> Any:
@@ -209,7 +215,7 @@ def _kernel(plan: Plan) -> Any:
     }
     shared = Shared(
         *(transfers.buffer(problem.dtype, shapes[name]) for name in ("q", "k", "v", "do")),
-        sums=plgpu.SMEM((warpgroups, ROWS), jnp.float32) if plan.sums else None,
+        sums=plgpu.SMEM((warpgroups, SUMS, ROWS), jnp.float32) if plan.sums else None,
         cols=cols,
         tile=plgpu.SMEM((stages,), jnp.int32) if plan.traits.scans else None,
         order=plgpu.SMEM((2,), jnp.int32) if plan.orders else None,
@@ -253,7 +259,7 @@ def _kernel(plan: Plan) -> Any:
             plgpu.wait_smem_to_gmem(0)
 
     shape = (problem.batch, problem.query_length, problem.heads, problem.head_dim)
-    rows = (problem.batch, problem.heads, plan.view.count_rows * plan.view.block_rows)
+    rows = (SUMS, problem.batch, problem.heads, plan.view.count_rows * plan.view.block_rows)
     out = [jax.ShapeDtypeStruct(shape, problem.dtype)]
     return plgpu.kernel(
         body,
@@ -344,7 +350,7 @@ def compute(
     visit = walk.follow(plan, inputs, item, q0, count)
     plgpu.barrier_wait(barriers.q_full.at[warpgroup])
 
-    def step(dq_acc, n, _):
+    def step(dq_acc, n, total):
         slot = lax.rem(base + n, jnp.int32(config.stages))
         k, v = shared.k.tile(slot), shared.v.tile(slot)
         plgpu.barrier_wait(barriers.kv_full.at[slot])
@@ -358,14 +364,24 @@ def compute(
             plgpu.wgmma(dp_acc, do, v.T)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
             p, slope = recompute.weights(plan, inputs.scale, lambda: item.b, s, lambda: along_rows(lse))
+            products = s
             column = lambda: tile.index * config.block_k
             p = recompute.hide(plan, shared.cols, slot, tile.partial, column, lambda: rows, p)
-            return recompute.through(p, plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), slope, dtype)
+            dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+            ds, more = p * dp, total
+            if plan.sums:
+                # Zeros where the mask hides a key, whose product may be anything.
+                slopes = jnp.where(p > 0, scores.through_softcap(products, slope), 0.0)
+                more = tuple(
+                    x + jnp.sum(y, axis=1) for x, y in zip(total, (ds * slopes, ds, p * slopes), strict=True)
+                )
+            return scores.through_softcap(ds, slope).astype(dtype), more
 
-        ds = pl.run_scoped(difference, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
+        ds, total = pl.run_scoped(difference, plgpu.ACC(shape, jnp.float32), plgpu.ACC(shape, jnp.float32))
         plgpu.wgmma(dq_acc, ds, k)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(barriers.kv_empty.at[slot])
+        return total
 
     def skip(n, _):
         slot = lax.rem(base + n, jnp.int32(config.stages))
@@ -376,29 +392,28 @@ def compute(
         first, end = (lax.optimization_barrier(jnp.int32(x)) for x in (visit.first, visit.end))
         if visit.uneven:
             lax.fori_loop(0, visit.first, skip, None)
-        lax.fori_loop(first, end, functools.partial(step, dq_acc), None)
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
+        total = (zeros,) * SUMS if plan.sums else ()
+        total = lax.fori_loop(first, end, functools.partial(step, dq_acc), total)
         if visit.uneven:
             lax.fori_loop(visit.end, visit.count, skip, None)
-        return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+        return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), total
 
     columns = plan.shapes["q"].columns
-    dq = pl.run_scoped(all_tiles, plgpu.ACC((ROWS, columns), jnp.float32))
+    dq, total = pl.run_scoped(all_tiles, plgpu.ACC((ROWS, columns), jnp.float32))
     if plan.traits.clears_queries:
         # What NaN in a query that sees nothing has made.
         alive = jnp.where(lse - lse == 0.0, 1, 0)
         dq = jnp.where(lax.broadcast_in_dim(alive, dq.shape, [0]) != 0, dq, 0.0)
     if plan.sums:
-        width = min(columns, 64)
-        total = jnp.zeros((), jnp.float32)
-        for c in range(0, columns, width):
-            part = plgpu.load(q.at[:, pl.ds(c, width)], layout=WGMMA).astype(jnp.float32)
-            total = total + jnp.sum(part * dq[:, c : c + width], axis=1)
-        shared.sums.at[warpgroup][...] = total
+        for n, x in enumerate(total):
+            shared.sums.at[warpgroup, n][...] = x
     scale = logits.factor(problem, inputs.scale, lambda: item.b)
     q[...] = (dq * scale).astype(dtype)
     plgpu.commit_smem()
     transfers.store(shared.q, warpgroup, results[0], item.b, q0, item.h)
     if plan.sums:
-        target = results[1].at[item.b, item.h, pl.ds(q0, ROWS)]
-        plgpu.copy_smem_to_gmem(shared.sums.at[warpgroup], target)
+        for n in range(SUMS):
+            target = results[1].at[n, item.b, item.h, pl.ds(q0, ROWS)]
+            plgpu.copy_smem_to_gmem(shared.sums.at[warpgroup, n], target)
     return base + visit.count

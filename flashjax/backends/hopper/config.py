@@ -134,7 +134,7 @@ def choose(problem: Problem, traits: Traits) -> Config:
 def choose_queries(problem: Problem) -> QueriesConfig:
     """Return the config of the kernel that computes dQ alone; see `choose`."""
     wide = max(padded(problem.head_dim), padded(problem.value_dim)) > 128
-    return QueriesConfig(block_k=32 if wide else 64, registers=(224, 56))
+    return QueriesConfig(block_k=64, stages=1 if wide else 2, registers=(224, 56))
 
 
 def choose_backward(problem: Problem, traits: BackwardTraits) -> BackwardConfig:

@@ -20,7 +20,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax import scores
 from flashjax.backends.hopper import logits, reading
 from flashjax.backends.hopper.logits import LOG2E
 
@@ -113,8 +112,3 @@ def hide(plan: Any, cols: Any, slot: Any, partial: Any, column: Any, rows: Any, 
         return jnp.where(reading.seen(plan, rows(), cols, slot, column(), p.shape[1]), p, 0.0)
 
     return lax.cond(partial, hidden, lambda p: p, p)
-
-
-def through(p: jax.Array, dp: jax.Array, slope: jax.Array | None, dtype: Any) -> jax.Array:
-    """Return dS with respect to the products up to the scale, in the dtype in which it is multiplied."""
-    return scores.through_softcap(p * dp, slope).astype(dtype)
