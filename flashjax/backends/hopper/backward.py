@@ -15,7 +15,8 @@ query tile (`backward_queries`): seven products a tile instead of five.
 
 Barriers (full: loader to compute, empty: compute to loader):
 
-    kv_full, kv_empty  the block's K and V, and what comes next (see `schedule`)
+    kv_full, kv_empty  the block's K and V, with the mask's vectors over keys, and what comes next (see
+                       `schedule`)
     tile_full, tile_empty
                        a stage of Q and dO, with lse, delta, the mask's vectors over queries and the tile's
                        number
@@ -27,7 +28,8 @@ A thread that waits for barriers keeps a register for each array of them, so the
 
 Shared memory, in bytes, with padded head dims D and Dv: K and V 2 * block_k * (D + Dv); Q and dO
 2 * stages * block_q * (D + Dv); dS 4 * block_k * block_q (by keys), P and dS as much together (by roles);
-lse, delta and the mask's vectors over queries 4 * block_q a stage. A block may have 232,448.
+lse, delta and the mask's vectors over queries 4 * block_q a stage; those over keys 4 * block_k. A block may
+have 232,448.
 
 Source: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttention-2" (2023), algorithm 2; Shah et
 al., "FlashAttention-3" (2024), section 3 and appendix B.1 (dQ from shared memory).
@@ -134,6 +136,7 @@ class Plan(NamedTuple):
     def columns(self) -> tuple[int, int]:
         """Columns of q and k, and of v, in shared memory."""
         d, dv = (configs.padded(x) for x in (self.problem.head_dim, self.problem.value_dim))
+        d = max(d, 64)  # K is multiplied by dS, and the two must be swizzled alike
         if self.config.roles:
             return tuple(128 if x <= 128 else 256 for x in (d, dv))
         return (d, dv) if self.config.block_q == 2 * ROWS else (2 * PARTS, dv)
@@ -141,7 +144,7 @@ class Plan(NamedTuple):
     @property
     def part(self) -> int:
         """Columns of dQ that a warpgroup adds at a time, with 64 rows."""
-        return min(self.columns[0], PARTS)
+        return PARTS
 
     @property
     def shapes(self) -> dict[str, transfers.Shape]:
@@ -159,8 +162,14 @@ class Plan(NamedTuple):
 
     @property
     def copies_of_keys(self) -> int:
-        """Copies that bring K and V."""
-        return self.shapes["k"].copies + self.shapes["v"].copies
+        """Copies that bring K, V and the mask's vectors over keys."""
+        return self.shapes["k"].copies + self.shapes["v"].copies + len(self.rows)
+
+    @property
+    def rows(self) -> list[str]:
+        """The mask's vectors over keys that are the same for all heads of a group."""
+        kinds = self.kinds.items()
+        return [n for n, k in kinds if k.form == "rows" and (self.group == 1 or not k.heads)]
 
 
 class Global(NamedTuple):
@@ -190,6 +199,7 @@ class Shared(NamedTuple):
     p: Any
     ps: Any
     ds: Any
+    rows: dict[str, Any]
     cols: dict[str, Any]
     tile: Any
     order: Any
@@ -309,6 +319,7 @@ def _kernel(plan: Plan) -> Any:
         p=exchanged(1) if roles else None,
         ps=exchanged(1) if roles and problem.softcap is not None else None,
         ds=exchanged(1) if roles else exchanged(2) if adds else None,
+        rows={n: plgpu.SMEM((block_k,), plan.kinds[n].dtype) for n in plan.rows},
         cols=cols,
         tile=plgpu.SMEM((2 * config.stages,), jnp.int32),
         order=plgpu.SMEM((2,), jnp.int32),
@@ -409,6 +420,10 @@ def load(
     def load_keys():
         transfers.fetch(inputs.k, item.b, k0, item.h, shared.k, 0, barriers.kv_full)
         transfers.fetch(inputs.v, item.b, k0, item.h, shared.v, 0, barriers.kv_full)
+        reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h * plan.group, None)
+        for name, ref in shared.rows.items():
+            keys = reader.at(name).at[pl.ds(k0, config.block_k)]
+            plgpu.copy_gmem_to_smem(keys, ref, barriers.kv_full)
 
     def load_tile(n, tile, meanwhile):
         h, q0 = item.h * plan.group + tile.g, tile.index * config.block_q

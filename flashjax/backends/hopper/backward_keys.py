@@ -44,7 +44,6 @@ def compute(
             hidden.clear_keys(own(ref, lax.axis_index("warpgroup")))
         plgpu.commit_smem()
         meet(barriers)
-    rows_of = rows_reader(plan, inputs, shared, item, lambda: lax.axis_index("warpgroup") * ROWS)
 
     def step(dk_acc, dv_acc, n):
         # Behind a barrier: the loop would otherwise keep addresses of shared memory in registers.
@@ -69,16 +68,17 @@ def compute(
                 intrinsics.give_turn(1 - warpgroup)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
             p, slope = recompute.weights(plan, inputs.scale, lambda: place.head[0], s, lse)
-            p = recompute.hide(
-                plan, shared.cols, slot, place.partial, lambda: place.q0, lambda: rows_of(place), p
-            )
+            rows = lambda: rows_of(plan, inputs, shared, place, lax.axis_index("warpgroup") * ROWS)
+            p = recompute.hide(plan, shared.cols, slot, place.partial, lambda: place.q0, rows, p)
             narrow = p.astype(dtype)
             plgpu.wgmma(dv_acc, narrow, do)
             if config.ordered == "late":
                 intrinsics.give_turn(1 - warpgroup)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-            if config.narrow and slope is None:
+            if config.narrow == "product":
                 return narrow * dp.astype(dtype)
+            if config.narrow == "weights":
+                p = narrow.astype(jnp.float32)
             return scores.through_softcap(p * dp, slope).astype(dtype)
 
         ds = pl.run_scoped(
@@ -153,22 +153,15 @@ def compute(
     return pl.run_scoped(all_tiles, plgpu.ACC((ROWS, d), jnp.float32), plgpu.ACC((ROWS, dv), jnp.float32))
 
 
-def rows_reader(plan: Any, inputs: Any, shared: Any, item: Any, offset: Any) -> Any:
-    """Return ``rows(place)``, the `reading.Rows` of 64 keys from ``offset()`` of the block's on."""
-
-    def reader(item, h):
-        start = item.i * plan.config.block_k + offset()
-        return reading.Reader(plan.kinds, inputs.operands, item.b, h, start)
-
-    held = None
-    if not reading.differ_by_head(plan):
-        held = reader(item, item.h * plan.group).rows()
-
-    def rows(place):
-        own = reader(current(plan, shared), place.head[1])
-        return reading.Rows(own, own.rows() if held is None else held)
-
-    return rows
+def rows_of(plan: Any, inputs: Any, shared: Any, place: Any, offset: Any) -> reading.Rows:
+    """Return the `reading.Rows` of a tile: 64 keys that begin ``offset`` after the block's first."""
+    b, h = place.head
+    start = current(plan, shared).i * plan.config.block_k + offset
+    reader = reading.Reader(plan.kinds, inputs.operands, b, h, start)
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    load = lambda ref: plgpu.load(ref.at[pl.ds(offset, ROWS)], layout=layout, optimized=False)
+    values = {name: load(ref) for name, ref in shared.rows.items()}
+    return reading.Rows(reader, values | reader.rows(known=values))
 
 
 def current(plan: Any, shared: Any) -> schedule.Item:

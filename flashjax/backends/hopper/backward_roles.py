@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax.backends.hopper import hidden, intrinsics, logits, recompute
-from flashjax.backends.hopper.backward_keys import current, meet, rows_reader
+from flashjax.backends.hopper.backward_keys import current, meet, rows_of
 from flashjax.backends.hopper.config import ROWS
 
 WGMMA = plgpu.Layout.WGMMA
@@ -42,7 +42,6 @@ def compute(
         pl.when(warpgroup == 1)(lambda: hidden.clear_keys(shared.v.tile(0)))
         plgpu.commit_smem()
         meet(barriers)
-    rows_of = rows_reader(plan, inputs, shared, item, lambda: 0)
 
     def step(dk_acc, dv_acc, n):
         # Behind barriers: the loop would otherwise keep addresses of shared memory in registers.
@@ -66,9 +65,8 @@ def compute(
                 acc[...] = lse()
             plgpu.wgmma(acc, k, q.T)
             p, slope = recompute.weights(plan, inputs.scale, lambda: place.head[0], acc[...], lse)
-            p = recompute.hide(
-                plan, shared.cols, slot, place.partial, lambda: place.q0, lambda: rows_of(place), p
-            )
+            rows = lambda: rows_of(plan, inputs, shared, place, 0)
+            p = recompute.hide(plan, shared.cols, slot, place.partial, lambda: place.q0, rows, p)
             p_smem[...] = p.astype(dtype)
             if slope is not None:
                 ps_smem[...] = (p * slope).astype(dtype)

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from flashjax.masks import Causal
 from flashjax.problem import Problem
 
@@ -55,8 +57,10 @@ class BackwardConfig(NamedTuple):
       stages: tiles of Q and dO in flight.
       registers: of a thread that computes, and of one that loads.
       schedule: how blocks share the key tiles: "blocks", "static" or "queue" (see `schedule`).
-      ordered: let warpgroups issue their first products in turn.
-      narrow: multiply P and dP - delta in the dtype of the inputs, which takes fewer registers.
+      ordered: let warpgroups issue their first products in turn, a warpgroup when the one before has issued
+        these ("early"), or has finished its softmax ("late"); or not ("").
+      narrow: what is rounded to the dtype of the inputs before P and dP - delta are multiplied, which takes
+        fewer registers: "weights" (P), "product" (both, and the product), or nothing ("").
     """
 
     block_q: int = 64
@@ -64,9 +68,9 @@ class BackwardConfig(NamedTuple):
     roles: bool = False
     stages: int = 2
     registers: tuple[int, int] = (240, 24)
-    schedule: str = "blocks"
+    schedule: str = "queue"
     ordered: str = ""
-    narrow: bool = False
+    narrow: str = ""
 
     @property
     def warpgroups(self) -> int:
@@ -139,14 +143,15 @@ def choose_queries(problem: Problem) -> QueriesConfig:
 
 def choose_backward(problem: Problem, traits: BackwardTraits) -> BackwardConfig:
     """Return the config of the backward pass of a call; see `choose`."""
-    d, dv = padded(problem.head_dim), padded(problem.value_dim)
-    if max(d, dv) > 128:
-        config = BackwardConfig(block_k=64, roles=True)
-    else:
-        config = BackwardConfig(block_q=128 if max(d, dv) <= 64 else 64)
-    if traits.scans or traits.clears_queries or traits.pieces:
-        config = config._replace(registers=BUSY_LOADER[config.registers])
-    return config
+    widest = max(padded(problem.head_dim), padded(problem.value_dim))
+    busy = traits.scans or traits.clears_queries or traits.pieces
+    if widest > 128 or problem.softcap is not None:  # by keys, softcaps spill
+        return BackwardConfig(block_k=64, roles=True, registers=(224, 56))
+    # In float16 dP would overflow where the cotangent is scaled up.
+    narrow = "product" if problem.dtype == jnp.bfloat16 else "weights"
+    if widest > 64:
+        return BackwardConfig(narrow=narrow, ordered="late")  # needs all registers that a thread may have
+    return BackwardConfig(block_q=128, narrow=narrow, registers=(232, 40) if busy else (240, 24))
 
 
 # Registers of a thread that computes and of one that loads: all that a block has, cut otherwise. Three

@@ -105,10 +105,7 @@ def pack(operand: Operand, view: Any) -> jax.Array:
     x = operand.array
     rows, columns = view.count_rows * view.block_rows, view.count_columns * view.block_columns
     if form == "bits":
-        block = operand.block
-        if view.by_key:
-            x, block = x.swapaxes(2, 3), block[::-1]
-        return _words(x, block, rows, columns, view.columns)
+        return _words(operand, view, rows, columns)
     x = x.astype(stored(x.dtype))
     if form == "scalar":
         return x[:, :, 0, 0]
@@ -128,11 +125,23 @@ def stored(dtype: Any) -> Any:
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
-def _words(x: jax.Array, entries: tuple[int, int], rows: int, columns: int, length: int) -> jax.Array:
-    if entries[1] > 1:
-        x = jnp.take(x, jnp.arange(length, dtype=jnp.int32) // entries[1], axis=3)
-    missing = (rows - x.shape[2] if entries[0] == 1 else 0, columns - length)
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, missing[0]), (0, missing[1])))
+def _words(operand: Operand, view: Any, rows: int, columns: int) -> jax.Array:
+    x = operand.array
+    row_axis, column_axis = (3, 2) if view.by_key else (2, 3)
+    entry = operand.block[column_axis - 2]
+    if entry > 1:
+        x = jnp.take(x, jnp.arange(view.columns, dtype=jnp.int32) // entry, axis=column_axis)
+    missing = [(0, 0)] * 4
+    missing[column_axis] = (0, columns - view.columns)
+    if operand.block[row_axis - 2] == 1:
+        missing[row_axis] = (0, rows - x.shape[row_axis])
+    x = jnp.pad(x, missing)
+    if view.by_key:
+        x = x.reshape(*x.shape[:2], columns // WORD, WORD, x.shape[3])
+        # A sum over bits that lie apart: XLA would transpose the whole array for a reduction.
+        return sum(
+            (x[:, :, :, i].astype(jnp.uint32) << i for i in range(1, WORD)), x[:, :, :, 0].astype(jnp.uint32)
+        )
     x = x.reshape(*x.shape[:3], columns // WORD, WORD).astype(jnp.uint32)
     words = jnp.sum(x << jnp.arange(WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
     return words.swapaxes(2, 3)

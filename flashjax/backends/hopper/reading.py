@@ -47,12 +47,12 @@ class Reader(NamedTuple):
         """Read what depends on neither row nor column."""
         return {n: self._number(n, self.at(n)[...]) for n, k in self.kinds.items() if k.form == "scalar"}
 
-    def rows(self) -> dict[str, jax.Array]:
-        """Read what depends on the row alone: vectors of 64."""
+    def rows(self, known: Any = ()) -> dict[str, jax.Array]:
+        """Read what depends on the row alone, and is not known: vectors of 64."""
         return {
             n: plgpu.load(self.at(n).at[pl.ds(self.start, ROWS)], layout=WGMMA.reduce(1), optimized=False)
             for n, k in self.kinds.items()
-            if k.form == "rows"
+            if k.form == "rows" and n not in known
         }
 
     def tile(
@@ -152,11 +152,6 @@ class Rows(NamedTuple):
 
     reader: Reader
     values: dict[str, jax.Array]
-
-
-def differ_by_head(plan: Any) -> bool:
-    """Whether what the mask reads of the rows is another for each head that a block walks along."""
-    return plan.group > 1 and any(k.heads for k in plan.kinds.values() if k.form == "rows")
 
 
 def seen(plan: Any, rows: Rows, cols: dict[str, Any], slot: Any, first: Any, count: int) -> jax.Array:
