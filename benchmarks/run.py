@@ -19,7 +19,10 @@ Nothing is timed that is wrong: before, the results of the first and last call a
 attention at the highest precision, for the first and last key/value head of the first and last row of the
 batch, and everything must be finite. A contender that fails this has no speed in the record.
 
-On an NVIDIA H200 with compiling, dense took 199 seconds, masks 42 and features 76.
+Passes: ``fwd``, ``bwd`` (from what the forward pass of the same library has saved, which is not timed) and
+``fwd+bwd``.
+
+On an NVIDIA H200 with compiling, the forward pass of dense took 199 seconds, of masks 42 and of features 76.
 """
 
 import argparse
@@ -108,11 +111,29 @@ class Pass(NamedTuple):
         return arrays if self.prepare is None else self.prepare(attention)(*arrays)
 
 
+def _gradients(attention: Callable) -> Callable[..., dict[str, jax.Array]]:
+    return lambda pull, dout: dict(zip(("dq", "dk", "dv"), pull(dout), strict=True))
+
+
+def _both(attention: Callable) -> Callable[..., dict[str, jax.Array]]:
+    def run(q, k, v, dout):
+        out, pull = jax.vjp(attention, q, k, v)
+        return {"out": out, **_gradients(attention)(pull, dout)}
+
+    return run
+
+
 PASSES = {
     "fwd": Pass(
         flops=lambda d, dv: 2 * (d + dv),
         function=lambda attention: lambda q, k, v, dout: {"out": attention(q, k, v)},
     ),
+    "bwd": Pass(
+        flops=lambda d, dv: 6 * d + 4 * dv,
+        function=_gradients,
+        prepare=lambda attention: lambda q, k, v, dout: (jax.vjp(attention, q, k, v)[1], dout),
+    ),
+    "fwd+bwd": Pass(flops=lambda d, dv: 8 * d + 6 * dv, function=_both),
 }
 
 
@@ -482,6 +503,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--suite", choices=[*SUITES, "all"], default="dense")
     parser.add_argument("--pass", dest="pass_name", choices=list(PASSES), default="fwd")
     parser.add_argument("--rows", default="", metavar="REGEX", help="only the rows whose name it finds")
+    parser.add_argument("--without", nargs="*", default=[], choices=list(CONTENDERS), help="leave out")
     parser.add_argument("--out", metavar="FILE", help="write the record here, after every row")
     parser.add_argument("--repeats", type=int, default=Settings().repeats, help="samples of a contender")
     parser.add_argument("--sample-ms", type=float, default=1e3 * Settings().sample_seconds)
@@ -502,7 +524,8 @@ def main(argv: list[str] | None = None) -> int:
                 json.dump(record, file, indent=1)
 
     start = time.perf_counter()
-    record = run(rows, options.pass_name, settings, describe(argv, options.commit), save=save)
+    contenders = {n: c for n, c in CONTENDERS.items() if n not in options.without}
+    record = run(rows, options.pass_name, settings, describe(argv, options.commit), contenders, save)
     record["config"]["wall_seconds"] = time.perf_counter() - start
     save(record)
     print(plot.table(record))

@@ -129,8 +129,31 @@ STATIC = ["d64-odd", "documents", "sees-little"]
 QUEUE = ["d64-odd", "documents", "sees-little", "custom-bfloat16"]
 # Names of cases with NaN in the keys and values that no query sees.
 POISONED = ["lengths-d128", "sees-little", "two-chunks-of-tiles", "dead-keys"]
+# Names of cases of which the gradients are computed: by one kernel, by one whose blocks take a key tile after
+# another, with NaN where nothing depends on it, and by two kernels.
+BACKWARD = [
+    "d128-full",
+    "d24-causal",
+    "d192-128",
+    "s129",
+    "window-d64",
+    "custom-bfloat16",
+    "composed-bfloat16",
+    "nothing-visible-bfloat16",
+    "mixed-dtypes",
+    "blocks-10-12",
+    "softcap-bfloat16",
+    "steep-d64",
+]
+BACKWARD_QUEUE = ["d64-odd", "documents", "d256-causal"]
+BACKWARD_POISONED = ["both-lengths-causal-end-bfloat16", "sees-little", "packed-d256"]
+DETERMINISTIC = ["d64-odd", "lengths-d128", "d256-causal"]
 
 RUNS = [
+    *((name, "backward") for name in BACKWARD),
+    *((name, "backward-queue") for name in BACKWARD_QUEUE),
+    *((name, "backward-poisoned") for name in BACKWARD_POISONED),
+    *((name, "deterministic") for name in DETERMINISTIC),
     *((c.name, "plain") for c in INTERPRETED),
     *((name, "static") for name in STATIC),
     *((name, "queue") for name in QUEUE),
@@ -151,19 +174,24 @@ def interpret(runs):
     for name, kind in runs:
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         with contextlib.ExitStack() as stack:
-            if kind in ("static", "queue"):
+            if kind in ("static", "queue", "backward-queue"):
                 # As on a GPU with two processors, so that a block has several query tiles.
                 stack.callback(setattr, hopper, "multiprocessors", hopper.multiprocessors)
                 hopper.multiprocessors = lambda: 2
                 stack.callback(setattr, schedule, "items", items)
                 schedule.items = _counting(items, counts := [])
-                config.choose = lambda *args: choose(*args)._replace(schedule=kind)  # noqa: B023
+                if kind != "backward-queue":
+                    config.choose = lambda *args: choose(*args)._replace(schedule=kind)  # noqa: B023
                 stack.callback(setattr, config, "choose", choose)
                 jax.clear_caches()
                 stack.callback(jax.clear_caches)
             try:
-                _check(cases[name], kind == "poisoned")
-                assert kind not in ("static", "queue") or min(counts) > 2, "no block has two query tiles"
+                if kind.startswith("backward") or kind == "deterministic":
+                    _check_gradients(cases[name], kind)
+                else:
+                    _check(cases[name], kind == "poisoned")
+                queued = kind in ("static", "queue", "backward-queue")
+                assert not queued or min(counts) > 2, "no block has two tiles"
                 wrong = ""
             except Exception:
                 wrong = traceback.format_exc()
@@ -196,6 +224,37 @@ def _check(case, poisoned):
     plain = budget.plain_attention(**arrays, **options)
     results = (dict(zip(("out", "lse"), x, strict=True)) for x in (got, plain, truth))
     budget.check(*results, {"out": case.dtype, "lse": jnp.float32})
+
+
+def _check_gradients(case, kind):
+    from tests.mosaic_interpreter import interpreted
+
+    arrays, options = case.arguments()
+    cotangents = case.cotangents()
+    attend = functools.partial(flash_attention, **options, return_residual=True)
+    # The forward pass is checked by itself: this one is plain JAX.
+    call = lambda **a: attend(**a, implementation="hopper-backward", deterministic=kind == "deterministic")
+    given = arrays
+    if kind == "backward-poisoned":
+        given = _poison(arrays, attend)
+        cotangents = _poison_queries(given, cotangents, attend)
+    with interpreted():
+        got = jax.block_until_ready(budget.run(call, given, cotangents))
+    clean = jax.tree.map(lambda x: jnp.nan_to_num(x), cotangents)
+    truth = budget.oracle(arrays, options, clean)
+    plain = budget.plain(arrays, options, clean)
+    names = [n for n in truth if n.startswith("d")]
+    results = ({n: x[n] for n in names} for x in (got, plain, truth))
+    budget.check(*results, {f"d{n}": x.dtype for n, x in arrays.items()})
+
+
+def _poison_queries(arrays, cotangents, call):
+    """Put NaN into the queries that see no key, and into what is asked of them."""
+    _, lse = call(**arrays, implementation="reference")
+    blind = lse == -jnp.inf
+    fill = lambda x: jnp.where(blind[..., None], jnp.asarray(jnp.nan, x.dtype), x)
+    arrays["query"] = fill(arrays["query"])
+    return fill(cotangents[0]), cotangents[1]
 
 
 def _poison(arrays, call):
