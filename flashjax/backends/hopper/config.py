@@ -146,7 +146,9 @@ def choose_backward(problem: Problem, traits: BackwardTraits) -> BackwardConfig:
     widest = max(padded(problem.head_dim), padded(problem.value_dim))
     busy = traits.scans or traits.clears_queries or traits.pieces or problem.softcap is not None
     if widest > 128 or problem.softcap is not None:  # by keys, softcaps spill
-        return BackwardConfig(block_k=64, roles=True, registers=(224, 56) if busy else (240, 24))
+        schedule = "queue" if problem.key_length <= 1024 else "blocks"
+        registers = (224, 56) if busy else (240, 24)
+        return BackwardConfig(block_k=64, roles=True, registers=registers, schedule=schedule)
     # In float16 dP would overflow where the cotangent is scaled up.
     narrow = "product" if problem.dtype == jnp.bfloat16 else "weights"
     if widest > 64:
