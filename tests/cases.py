@@ -266,6 +266,7 @@ WIDE_CASES = [
     ),
     *(wide(f"t{t}", t, 64, options={"is_causal": True}) for t in (1, 7, 63, 64, 65, 127, 129, 191, 193, 257)),
     *(wide(f"s{s}", (130, s), 128) for s in (1, 5, 120, 127, 128, 129, 255, 264)),
+    wide("causal-ends-early", (129, 400), 64, options={"is_causal": True}),
     wide("d256-odd", (131, 197), 256, mask=lambda c, rng: Causal(align="end")),
     wide("d64-odd", (193, 515), 64, mask=lambda c, rng: Causal(align="end")),
     wide("float16-d128", 300, 128, dtype="float16", options={"is_causal": True}),

@@ -97,6 +97,7 @@ INTERPRETED = [
     small("t1"),
     small("s1", 66),
     small("s129", 66),
+    small("causal-ends-early"),
     # one run of keys, of which warpgroups see different parts
     small("sees-little", 384),
     same("window-d64", 260, options={"local_window_size": (70, 10)}),
@@ -135,7 +136,7 @@ BACKWARD = [
     "d128-full",
     "d24-causal",
     "d192-128",
-    "s129",
+    "causal-ends-early",
     "window-d64",
     "custom-bfloat16",
     "composed-bfloat16",

@@ -284,7 +284,7 @@ def load(
     """Load Q and dO, then K and V of every tile that the query tile may see."""
     config = plan.config
     kv_head = lax.div(item.h, jnp.int32(plan.problem.group))
-    clears = plan.traits.clears_keys
+    clears, later = plan.traits.clears_keys, config.stages > 1  # whether the next tile is loaded first
     arrives = barriers.kv_landed if clears else barriers.kv_full
     slot_of = lambda n: lax.rem(base + n, jnp.int32(config.stages))
     reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, None)
@@ -307,6 +307,8 @@ def load(
             keys = reader.at(name).at[pl.ds(k0, config.block_k)]
             plgpu.copy_gmem_to_smem(keys, ref.at[slot], arrives.at[slot])
         transfers.fetch(inputs.v, item.b, k0, kv_head, shared.v, slot, arrives.at[slot])
+        if clears and not later:
+            look(n, tile)
         meanwhile()
 
     def look(n, tile):
@@ -321,7 +323,7 @@ def load(
 
         plgpu.barrier_arrive(barriers.kv_full.at[slot])
 
-    return base + walk.drive(plan, inputs, item, load_tile, begin, look if clears else None)
+    return base + walk.drive(plan, inputs, item, load_tile, begin, look if clears and later else None)
 
 
 def compute(

@@ -336,7 +336,7 @@ def run_of(plan: Any, inputs: Any, item: Any, start: Any, rows: int) -> Run:
         first = tile_of(jnp.clip(seen.lo, 0, last))
         end = jnp.maximum(end, 1)
         first = jnp.minimum(first, end - 1)
-        whole_first = tile_of(jnp.clip(whole.lo, 0, last) + (block - 1))
+        whole_first = tile_of(jnp.clip(whole.lo, 0, reach if view.by_key else last) + (block - 1))
         whole_end = tile_of(jnp.clip(whole.hi, -1, reach - 1) + 1)
         run = Run(view.by_key, first, end, whole_first, whole_end)
     if view.by_key and plan.ragged:
