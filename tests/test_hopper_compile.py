@@ -151,9 +151,15 @@ def reports(request):
     return found
 
 
-# Bytes that a loader spills which has to look at rows or to move pieces, where the others need all registers
-# but 24 a thread. It is not in the way of the products.
-LOADER_SPILLS = {"128-lengths-backward": 16, "128-dense-backward": 16, "128-ragged-backward": 96}
+# Bytes that are spilled all the same. A loader that has to look at rows or to move pieces has too few registers
+# where the others need all but 24 a thread; it is not in the way of the products. dQ by query tile at head dim
+# 256 has too few altogether.
+SPILLS = {
+    "128-lengths-backward": 16,
+    "128-dense-backward": 16,
+    "128-ragged-backward": 96,
+    "256-deterministic-backward": 420,
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -161,7 +167,7 @@ def test_hopper_kernel_fits_its_registers(name, reports):
     text, _ = reports[name]
     spills = re.findall(r"(\d+) bytes spill stores", text)
     assert spills, text
-    assert max(map(int, spills)) <= LOADER_SPILLS.get(name, 0), text
+    assert max(map(int, spills)) <= SPILLS.get(name, 0), text
 
 
 @pytest.mark.parametrize("name", CALLS)

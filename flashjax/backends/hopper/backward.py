@@ -147,6 +147,11 @@ class Plan(NamedTuple):
         return PARTS
 
     @property
+    def parts(self) -> int:
+        """Parts of a head that hold any column of q."""
+        return -(-self.problem.head_dim // self.part)
+
+    @property
     def shapes(self) -> dict[str, transfers.Shape]:
         """The tiles of q, k, v and dout; those of dk and dv are those of k and v."""
         problem, config = self.problem, self.config

@@ -24,7 +24,7 @@ def shape_of(plan: Any) -> tuple[int, ...]:
     ``[query tiles of all rows and heads, 64 queries of a tile, columns of a part, 64 * columns of a part]``.
     """
     tiles = plan.problem.batch * plan.problem.heads * plan.view.count_columns
-    return tiles, plan.config.block_q // ROWS, plan.columns[0] // plan.part, ROWS * plan.part
+    return tiles, plan.config.block_q // ROWS, plan.parts, ROWS * plan.part
 
 
 def dq(problem: Problem, total: jax.Array, scale: jax.Array | None) -> jax.Array:

@@ -115,8 +115,9 @@ def compute(
             plgpu.wgmma(dq_acc, ds.at[:, pl.ds(warpgroup * ROWS, ROWS)].T, k_all)
 
     def add_dq(dq, n, warpgroup):
-        part = (0, warpgroup) if block_q == ROWS else (warpgroup, 0)
-        intrinsics.add_tile(inputs.dq.at[recompute.read_place(plan, shared, n).number, *part], dq)
+        number = recompute.read_place(plan, shared, n).number
+        split, part = (0, warpgroup) if block_q == ROWS else (warpgroup, 0)
+        add_part(plan, inputs, number, split, part, dq)
 
     def all_tiles(dk_acc, dv_acc):
         if plan.adds:
@@ -162,6 +163,15 @@ def rows_of(plan: Any, inputs: Any, shared: Any, place: Any, offset: Any) -> rea
     load = lambda ref: plgpu.load(ref.at[pl.ds(offset, ROWS)], layout=layout, optimized=False)
     values = {name: load(ref) for name, ref in shared.rows.items()}
     return reading.Rows(reader, values | reader.rows(known=values))
+
+
+def add_part(plan: Any, inputs: Any, number: Any, split: Any, part: Any, dq: Any) -> None:
+    """Add a part of a tile's dQ to global memory, if q has such columns."""
+    add = lambda: intrinsics.add_tile(inputs.dq.at[number, split, part], dq)
+    if plan.parts * plan.part == plan.columns[0]:
+        add()
+    else:
+        pl.when(part < plan.parts)(add)
 
 
 def current(plan: Any, shared: Any) -> schedule.Item:

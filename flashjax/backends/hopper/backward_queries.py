@@ -396,7 +396,9 @@ def compute(
             lax.fori_loop(0, visit.first, skip, None)
         zeros = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), WGMMA.reduce(1))
         total = (zeros,) * SUMS if plan.sums else ()
-        total = lax.fori_loop(first, end, functools.partial(step, dq_acc), total)
+        # At least one, as always: the compiler then needs no way around the loop.
+        count = jnp.maximum(end - first, 1)
+        total = lax.fori_loop(0, count, lambda n, total: step(dq_acc, first + n, total), total)
         if visit.uneven:
             lax.fori_loop(visit.end, visit.count, skip, None)
         return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0), total

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax.backends.hopper import hidden, intrinsics, logits, recompute
-from flashjax.backends.hopper.backward_keys import current, meet, rows_of
+from flashjax.backends.hopper.backward_keys import add_part, current, meet, rows_of
 from flashjax.backends.hopper.config import ROWS
 
 WGMMA = plgpu.Layout.WGMMA
@@ -98,7 +98,7 @@ def compute(
             plgpu.barrier_arrive(barriers.taken.at[P])
             for c, acc in enumerate(dq_accs):
                 dq = plgpu.wgmma_accumulator_load(acc, wait_n=len(dq_accs) - c)
-                intrinsics.add_tile(inputs.dq.at[place.number, 0, part(c)], dq)
+                add_part(plan, inputs, place.number, 0, part(c), dq)
 
         count_dq = parts if plan.adds else 0
         if count_dq:

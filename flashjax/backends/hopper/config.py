@@ -138,14 +138,18 @@ def choose(problem: Problem, traits: Traits) -> Config:
 def choose_queries(problem: Problem) -> QueriesConfig:
     """Return the config of the kernel that computes dQ alone; see `choose`."""
     wide = max(padded(problem.head_dim), padded(problem.value_dim)) > 128
-    return QueriesConfig(block_k=64, stages=1 if wide else 2, registers=(224, 56))
+    if wide:
+        return QueriesConfig(block_k=64, stages=1, registers=(240, 24))  # needs all registers
+    return QueriesConfig(block_k=64, registers=(224, 56))
 
 
 def choose_backward(problem: Problem, traits: BackwardTraits) -> BackwardConfig:
     """Return the config of the backward pass of a call; see `choose`."""
     widest = max(padded(problem.head_dim), padded(problem.value_dim))
-    busy = traits.scans or traits.clears_queries or traits.pieces or problem.softcap is not None
+    busy = traits.scans or traits.clears_queries or traits.pieces
     if widest > 128 or problem.softcap is not None:  # by keys, softcaps spill
+        # Tiles with more columns than the array move in pieces.
+        busy |= not {padded(problem.head_dim), padded(problem.value_dim)} <= {128, 256}
         schedule = "queue" if problem.key_length <= 1024 else "blocks"
         registers = (224, 56) if busy else (240, 24)
         return BackwardConfig(block_k=64, roles=True, registers=registers, schedule=schedule)
