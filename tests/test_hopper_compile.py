@@ -151,9 +151,9 @@ def reports(request):
     return found
 
 
-# Bytes that are spilled all the same. A loader that has to look at rows or to move pieces has too few registers
-# where the others need all but 24 a thread; it is not in the way of the products. dQ by query tile at head dim
-# 256 has too few altogether.
+# Bytes that are spilled all the same. A loader that has to look at rows or to move pieces has too few
+# registers where the others need all but 24 a thread; it is not in the way of the products. dQ by query tile
+# at head dim 256 has too few altogether.
 SPILLS = {
     "128-lengths-backward": 16,
     "128-dense-backward": 16,
