@@ -134,6 +134,35 @@ def test_xla_scores_limit():
         rivals.jax_nn_xla(Row("x", batch=1, length=16384, heads=32, head_dim=64))
 
 
+@pytest.mark.parametrize("name", list(run.PASSES))
+def test_passes_right_and_checked(name):
+    row = dataclasses.replace(SMALL, kv_heads=2, dtype="float32", causal=True)
+    what = run.PASSES[name]
+    call, operands = rivals.flashjax(row)
+    sets = run.make_inputs(row, 1)
+    attention = lambda q, k, v: call(q, k, v, operands)
+    results = what.function(attention)(*what.arguments(attention, sets[0]))
+    assert list(results) == {"fwd": ["out"], "bwd": ["dq", "dk", "dv"]}.get(name, ["out", "dq", "dk", "dv"])
+    assert run.check(row, what, sets, [results])["worst"] < 1e-4
+    for changed in results:
+        spoilt = results | {changed: results[changed].at[-1, -1, -1].multiply(1.5)}
+        assert run.check(row, what, sets, [spoilt])["worst"] > 1e-2
+
+
+def test_passes_flops():
+    forward, backward, both = (run.PASSES[x].flops(192, 128) for x in ("fwd", "bwd", "fwd+bwd"))
+    assert (forward, backward) == (2 * (192 + 128), 2 * (3 * 192 + 2 * 128))
+    assert both == forward + backward
+
+
+def test_backward_record():
+    with jax.numpy_dtype_promotion("standard"):
+        entries = run.run_row(SMALL, "bwd", TINY, CPU)["contenders"]
+    for name in CPU:
+        assert entries[name]["error"]["norm"] < run.NORM_LIMIT
+        assert entries[name]["tflops"] > 0
+
+
 def test_check_not_finite():
     sets = run.make_inputs(SMALL, 1)
     out = jnp.full(SMALL.shapes["q"], jnp.nan, jnp.bfloat16)

@@ -14,7 +14,7 @@ from flashjax.problem import Problem, abstract
 if jax.__version_info__ < hopper.NEEDS_JAX:
     pytest.skip(f"the kernel needs jax 0.11, and this is {jax.__version__}", allow_module_level=True)
 
-from flashjax.backends.hopper import forward, hidden, walk
+from flashjax.backends.hopper import backward, forward, hidden, walk
 
 
 def _problem(mask=None, length=4096, dim=128, value_dim=None):
@@ -41,6 +41,33 @@ def test_choose_gives_no_more_registers_than_a_block_is_launched_with():
         compute, load = config.registers
         assert config.warpgroups * compute + load <= launched
         assert compute % 8 == load % 8 == 0
+
+
+def _backward_configs():
+    for _, problem in _configs():
+        for dtype, softcap in (("bfloat16", None), ("float16", None), ("bfloat16", 20.0)):
+            problem = dataclasses.replace(problem, dtype=jnp.dtype(dtype), softcap=softcap)
+            yield problem, configs.choose_backward(problem, backward.traits_of(problem))
+
+
+def test_choose_backward_gives_no_more_registers_than_a_block_is_launched_with():
+    for problem, config in _backward_configs():
+        for compute, load in (config.registers, configs.choose_queries(problem).registers):
+            assert 2 * compute + load <= 65536 // (128 * 3) // 8 * 8 * 3
+            assert compute % 8 == load % 8 == 0
+
+
+def test_choose_backward_rounds_no_product_that_may_overflow():
+    for problem, config in _backward_configs():
+        assert config.roles or config.narrow == ("product" if problem.dtype == jnp.bfloat16 else "weights")
+
+
+def test_choose_backward_gives_a_warpgroup_64_rows():
+    for problem, config in _backward_configs():
+        widest = max(problem.head_dim, problem.value_dim)
+        assert config.block_k == (64 if config.roles else 128)
+        assert config.roles is (widest > 128 or problem.softcap is not None)
+        assert config.block_q == (128 if widest <= 64 and not config.roles else 64)
 
 
 def test_choose_lets_blocks_fit_into_shared_memory():

@@ -32,7 +32,7 @@ lse, delta and the mask's vectors over queries 4 * block_q a stage; those over k
 have 232,448.
 
 Source: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttention-2" (2023), algorithm 2; Shah et
-al., "FlashAttention-3" (2024), section 3 and appendix B.1 (dQ from shared memory).
+al., "FlashAttention-3" (2024), section 3 and appendix B.1.
 """
 
 import functools
@@ -64,8 +64,7 @@ from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper.config import ROWS, BackwardConfig
 from flashjax.problem import Gradients, Inputs, Problem, Wanted
 
-PARTS = 64  # columns of dQ that one store takes
-MET = recompute.MET
+PART = 64  # columns of dQ that a warpgroup adds at a time, with 64 rows
 
 
 class Plan(NamedTuple):
@@ -139,12 +138,11 @@ class Plan(NamedTuple):
         d = max(d, 64)  # K is multiplied by dS, and the two must be swizzled alike
         if self.config.roles:
             return tuple(128 if x <= 128 else 256 for x in (d, dv))
-        return (d, dv) if self.config.block_q == 2 * ROWS else (2 * PARTS, dv)
+        return (d, dv) if self.config.block_q == 2 * ROWS else (2 * PART, dv)
 
     @property
     def part(self) -> int:
-        """Columns of dQ that a warpgroup adds at a time, with 64 rows."""
-        return PARTS
+        return PART
 
     @property
     def parts(self) -> int:
@@ -153,7 +151,7 @@ class Plan(NamedTuple):
 
     @property
     def shapes(self) -> dict[str, transfers.Shape]:
-        """The tiles of q, k, v and dout; those of dk and dv are those of k and v."""
+        """The tiles of q, k, v and dout."""
         problem, config = self.problem, self.config
         d, dv = self.columns
         keys = 1, config.block_k, problem.key_length
@@ -340,7 +338,7 @@ def _kernel(plan: Plan) -> Any:
         tile_empty=barrier(warpgroups, config.stages),
         tile_landed=barrier(landing, config.stages) if clears else None,
         handed=barrier(1 if roles else warpgroups, 2),
-        taken=barrier(warpgroups, MET + 1),
+        taken=barrier(warpgroups, recompute.MET + 1),
     )
     compute = backward_roles.compute if roles else backward_keys.compute
 

@@ -100,9 +100,8 @@ def compute(
                 dq = plgpu.wgmma_accumulator_load(acc, wait_n=len(dq_accs) - c)
                 add_part(plan, inputs, place.number, 0, part(c), dq)
 
-        count_dq = parts if plan.adds else 0
-        if count_dq:
-            pl.run_scoped(gradients, *[plgpu.ACC((ROWS, plan.part), jnp.float32)] * count_dq)
+        if plan.adds:
+            pl.run_scoped(gradients, *[plgpu.ACC((ROWS, plan.part), jnp.float32)] * parts)
         else:
             gradients()
         plgpu.wgmma_wait(0)
@@ -113,8 +112,7 @@ def compute(
         end = base + count
         # At least one, as always: the compiler then needs no way around the loop.
         lax.fori_loop(0, jnp.maximum(count, 1), lambda n, _: step(dk_acc, dv_acc, base + n), None)
-        gradients = (plgpu.wgmma_accumulator_load(x, wait_n=0) for x in (dk_acc, dv_acc))
-        return *gradients, end
+        return *(plgpu.wgmma_accumulator_load(x, wait_n=0) for x in (dk_acc, dv_acc)), end
 
     dk, dvalue, end = pl.run_scoped(
         all_tiles, plgpu.ACC((ROWS, d // 2), jnp.float32), plgpu.ACC((ROWS, dv // 2), jnp.float32)
