@@ -145,7 +145,7 @@ def test_passes_right_and_checked(name):
     assert list(results) == {"fwd": ["out"], "bwd": ["dq", "dk", "dv"]}.get(name, ["out", "dq", "dk", "dv"])
     assert run.check(row, what, sets, [results])["worst"] < 1e-4
     for changed in results:
-        spoilt = results | {changed: results[changed].at[-1, -1, -1].multiply(1.5)}
+        spoilt = results | {changed: results[changed].at[-1, -1, -1].multiply(5)}
         assert run.check(row, what, sets, [spoilt])["worst"] > 1e-2
 
 
