@@ -217,6 +217,12 @@ def _vary_alike(inputs: Inputs) -> Inputs:
 
     Done outside the custom derivative, so that JAX sums the gradients of replicated arrays.
     """
+    return _vary_like(inputs, inputs)
+
+
+def _vary_like(results: Any, inputs: Any) -> Any:
+    """Under ``shard_map``, mark results as varying over the mesh axes that any input varies over: what comes
+    out of a kernel is marked as varying over none."""
     varying = lambda x: getattr(jax.typeof(x).manual_axis_type, "varying", frozenset())
     axes = frozenset().union(*(varying(x) for x in jax.tree.leaves(inputs)))
 
@@ -224,13 +230,13 @@ def _vary_alike(inputs: Inputs) -> Inputs:
         missing = tuple(sorted(axes - varying(x)))
         return lax.pcast(x, missing, to="varying") if missing else x
 
-    return jax.tree.map(cast, inputs)
+    return jax.tree.map(cast, results)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(backend: backends.Backend, problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     """Return ``(out [B, T, N, Dv], lse [B, N, T])``."""
-    return backends.run_forward(backend, problem, inputs)
+    return _vary_like(backends.run_forward(backend, problem, inputs), inputs)
 
 
 def _first_order_only(run: Any) -> Any:
@@ -252,7 +258,7 @@ def _attention_fwd(backend: backends.Backend, problem: Problem, primals: Inputs)
     perturbed = lambda x: x is not None and x.perturbed
     wanted = Wanted(bias=perturbed(primals.bias), scale=perturbed(primals.scale))
     run = _first_order_only(functools.partial(backends.run_forward, backend, problem))
-    out, lse = run(inputs)
+    out, lse = _vary_like(run(inputs), inputs)
     out = checkpoint_name(out, RESIDUAL_NAMES[0])
     lse = checkpoint_name(lse, RESIDUAL_NAMES[1])
     return (out, lse), (inputs, out, lse, wanted)
@@ -267,7 +273,7 @@ def _attention_bwd(backend: backends.Backend, problem: Problem, saved: Any, cota
     if type(dlse) is zero:
         dlse = None
     run = _first_order_only(lambda *x: backends.run_backward(backend, problem, *x, wanted))
-    gradients = run(inputs, out, lse, dout, dlse)
+    gradients = _vary_like(run(inputs, out, lse, dout, dlse), inputs)
     return (Inputs(**gradients._asdict()),)
 
 

@@ -211,21 +211,20 @@ def test_hopper_lowers_in_scan():
 
 
 @needs_kernel
-def test_hopper_lowers_in_shard_map():
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("pass_", ["forward", "backward", "deterministic"])
+def test_hopper_lowers_in_shard_map(pass_, check_vma):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     spec = PartitionSpec("data", None, "model")
-    call = jax.shard_map(
-        functools.partial(attend, is_causal=True),
-        mesh=mesh,
-        in_specs=(spec,) * 3,
-        out_specs=spec,
-        check_vma=True,
-    )
+    run = functools.partial(attend, is_causal=True, deterministic=pass_ == "deterministic")
+    if pass_ != "forward":
+        run = jax.grad(lambda *a, run=run: run(*a).astype(jnp.float32).sum(), (0, 1, 2))
+    call = jax.shard_map(run, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=check_vma)
     args = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
         for x in shapes(batch=2, heads=4, kv_heads=2)
     ]
-    assert kernels(lower(call, *args)) == 1
+    assert kernels(lower(call, *args)) == {"forward": 1, "backward": 4, "deterministic": 5}[pass_]
 
 
 @needs_kernel
