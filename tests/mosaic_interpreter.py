@@ -224,6 +224,7 @@ def _run_state(self: Any, equation: Any, token: Any, inputs: Any, flight: list) 
         owned.append(mine)
     inner, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
     token, _ = self.interpret(inner, token, *consts, *refs)
+    token = _land(self, token, flight, 0)  # the accumulators' values are asked for
     outputs = []
     for ref, mine, var in zip(refs, owned, equation.outvars, strict=True):
         value = ref

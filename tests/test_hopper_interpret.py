@@ -134,13 +134,10 @@ POISONED = ["lengths-d128", "sees-little", "two-chunks-of-tiles", "dead-keys"]
 # another, with NaN where nothing depends on it, and by two kernels.
 BACKWARD = [
     "d128-full",
-    "d24-causal",
     "d192-128",
     "causal-ends-early",
     "window-d64",
     "custom-bfloat16",
-    "composed-bfloat16",
-    "nothing-visible-bfloat16",
     "mixed-dtypes",
     "blocks-10-12",
     "softcap-bfloat16",
