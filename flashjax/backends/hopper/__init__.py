@@ -66,7 +66,8 @@ def run_backward(
     dlse: jax.Array | None,
     wanted: Wanted,
 ) -> Gradients:
-    """Compute the gradients of a call in one kernel, or two if deterministic; see `hopper.backward`."""
+    """Compute the gradients of a call: one kernel goes over the tiles, two if deterministic; see
+    `hopper.backward`."""
     from flashjax.backends.hopper import backward
 
     return backward.backward(problem, inputs, out, lse, dout, dlse, wanted)

@@ -248,7 +248,8 @@ def backward(
     view = plan.view
     scale = inputs.scale.reshape(-1) if problem.scaled else None
     total = None if split else backward_finish.shape_of(plan)
-    length = view.count_columns * view.block_columns
+    block_q = backward_queries.BLOCK_Q if split else view.block_columns
+    length = -(-problem.query_length // block_q) * block_q
     *rows, zeros = backward_start.starts(problem, out, lse, dout, dlse, length, total)
     bounds = walk.bounds(inputs.mask, problem, view) if traits.scans else {}
     arrays = Global(
@@ -265,7 +266,7 @@ def backward(
     dq, dk, dv = _run(plan, arrays)
     if not split:
         return Gradients(backward_finish.dq(problem, dq, scale), dk, dv)
-    dq, sums = backward_queries.dq(problem, inputs, out, lse, dout, dlse, sums=wanted.scale)
+    dq, sums = backward_queries.dq(problem, inputs, tuple(rows), dout, dlse, sums=wanted.scale)
     dscale = _scale_gradient(inputs.scale, lse, sums) if wanted.scale else None
     return Gradients(dq, dk, dv, None, dscale)
 

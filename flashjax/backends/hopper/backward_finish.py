@@ -27,6 +27,14 @@ def shape_of(plan: Any) -> tuple[int, ...]:
     return tiles, plan.config.block_q // ROWS, plan.parts, ROWS * plan.part
 
 
+def rows_at(problem: Problem, total: Any, item: schedule.Item) -> Any:
+    """Return where the sums of the ``item.i``-th 64 queries of a head are, in a kernel."""
+    count = total.shape[0] // (problem.batch * problem.heads)
+    split = jnp.int32(total.shape[1])
+    number = (item.b * problem.heads + item.h) * count + lax.div(item.i, split)
+    return total.at[number, lax.rem(item.i, split)]
+
+
 def dq(problem: Problem, total: jax.Array, scale: jax.Array | None) -> jax.Array:
     """Compute dq ``[B, T, N, D]``.
 
@@ -35,9 +43,8 @@ def dq(problem: Problem, total: jax.Array, scale: jax.Array | None) -> jax.Array
       total: dQ without its scale, float32 `shape_of`.
       scale: float32 ``[b]``, None for the default.
     """
-    _, split, parts, size = total.shape
+    _, _, parts, size = total.shape
     width = size // ROWS
-    count = total.shape[0] // (problem.batch * problem.heads)
     tiles = -(-problem.query_length // ROWS)
     work = schedule.Work(problem.batch, problem.heads, tiles, heads_first=True)
     shape = transfers.shape(1, ROWS, problem.query_length, problem.head_dim, parts * width)
@@ -46,8 +53,7 @@ def dq(problem: Problem, total: jax.Array, scale: jax.Array | None) -> jax.Array
         total, scale = arrays
         item = schedule.item_of(work, lax.axis_index("block"))
         (buffer,) = transfers.names(buffer, shape)
-        number = (item.b * problem.heads + item.h) * count + lax.div(item.i, jnp.int32(split))
-        rows = total.at[number, lax.rem(item.i, jnp.int32(split))]
+        rows = rows_at(problem, total, item)
         factor = logits.factor(problem, scale, lambda: item.b)
         for part in range(parts):
             x = intrinsics.load_tile(rows.at[part], width) * factor

@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax import scores
+from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper import (
-    backward_start,
     hidden,
     logits,
     packing,
@@ -38,12 +38,12 @@ from flashjax.backends.hopper import (
     transfers,
     walk,
 )
-from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper.config import ROWS, QueriesConfig
 from flashjax.problem import Inputs, Problem
 
 WGMMA = plgpu.Layout.WGMMA
 SUMS = 3
+BLOCK_Q = ROWS * QueriesConfig().warpgroups  # queries of a block, of which other kernels' tiles are a part
 
 
 class Plan(NamedTuple):
@@ -170,14 +170,16 @@ class Barriers(NamedTuple):
 def dq(
     problem: Problem,
     inputs: Inputs,
-    out: jax.Array,
-    lse: jax.Array,
+    starts: tuple[jax.Array, jax.Array],
     dout: jax.Array,
     dlse: jax.Array | None,
     sums: bool,
     config: QueriesConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute ``(dq [B, T, N, D], gradient of the scale by query [B, N, T] or None)``."""
+    """Compute ``(dq [B, T, N, D], gradient of the scale by query [B, N, T] or None)``.
+
+    ``starts`` are those of `backward_start`, of `BLOCK_Q` queries a tile.
+    """
     traits = configs.BackwardTraits(
         scans=walk.scans(problem),
         clears_keys=hidden.possible(problem),
@@ -187,14 +189,12 @@ def dq(
     config = config or configs.choose_queries(problem)
     plan = Plan(problem, traits, config, packing.kinds(problem.mask), sums)
     view = plan.view
-    length = view.count_rows * view.block_rows
-    *rows, _ = backward_start.starts(problem, out, lse, dout, dlse, length)
     arrays = Global(
         inputs.query,
         inputs.key,
         inputs.value,
         dout,
-        *rows,
+        *starts,
         inputs.scale.reshape(-1) if problem.scaled else None,
         packing.pack_all(inputs.mask, view),
         walk.bounds(inputs.mask, problem, view) if traits.scans else {},
@@ -366,14 +366,13 @@ def compute(
             plgpu.wgmma(dp_acc, do, v.T)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
             p, slope = recompute.weights(plan, inputs.scale, lambda: item.b, s, lambda: along_rows(lse))
-            products = s
             column = lambda: tile.index * config.block_k
             p = recompute.hide(plan, shared.cols, slot, tile.partial, column, lambda: rows, p)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
             ds, more = p * dp, total
             if plan.sums:
                 # Zeros where the mask hides a key, whose product may be anything.
-                slopes = jnp.where(p > 0, scores.through_softcap(products, slope), 0.0)
+                slopes = jnp.where(p > 0, scores.through_softcap(s, slope), 0.0)
                 more = tuple(
                     x + jnp.sum(y, axis=1) for x, y in zip(total, (ds * slopes, ds, p * slopes), strict=True)
                 )

@@ -13,7 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.backends.hopper import intrinsics, logits, schedule, transfers
+from flashjax.backends.hopper import backward_finish, intrinsics, logits, schedule, transfers
 from flashjax.backends.hopper.config import ROWS
 from flashjax.backends.hopper.logits import LOG2E
 from flashjax.problem import Problem
@@ -59,7 +59,6 @@ def starts(
     buffer = transfers.buffer(problem.dtype, shape)
     work = schedule.Work(problem.batch, problem.heads, length // ROWS, heads_first=True)
     width = min(shape.columns, 64)
-    split, parts, size = (1, 0, 0) if total is None else total[1:]
 
     def body(arrays, *rest):
         out, lse, dout, dlse = arrays
@@ -71,11 +70,10 @@ def starts(
         q0 = item.i * ROWS
         for array, ref in ((out, shared.o), (dout, shared.do)):
             transfers.fetch(array, item.b, q0, item.h, ref, 0, barrier)
-        for part in range(parts):
-            number = (item.b * problem.heads + item.h) * (work.tiles // split) + lax.div(
-                item.i, jnp.int32(split)
-            )
-            intrinsics.zero_tile(results[2].at[number, lax.rem(item.i, jnp.int32(split)), part], size)
+        if total is not None:
+            sums = backward_finish.rows_at(problem, results[2], item)
+            for part in range(total[2]):
+                intrinsics.zero_tile(sums.at[part], total[3])
         rows = lambda ref: plgpu.load(
             ref.at[item.b, item.h, pl.ds(q0, ROWS)], layout=WGMMA.reduce(1), optimized=False
         )

@@ -146,12 +146,11 @@ def add_tile(ref: Any, tile: jax.Array) -> None:
     """
 
     def add(_, ref, tile):
-        f32 = ir.F32Type.get()
         for pointer, pair in _quarters(ref, tile.registers.flat):
             numbers = [vector.extract(x, [], [i]) for x in pair for i in range(2)]
             llvm.inline_asm(
                 ir.Type.parse("!llvm.void"),
-                [pointer, *(arith.bitcast(f32, x) for x in numbers)],
+                [pointer, *numbers],
                 "red.global.add.v4.f32 [$0], {$1, $2, $3, $4};",
                 "l,f,f,f,f",
                 has_side_effects=True,
@@ -239,14 +238,12 @@ def store_tile(ref: Any, tile: jax.Array, row: jax.Array, column: jax.Array) -> 
                 pointer = llvm.getelementptr(base.type, start, [place], [DYNAMIC], half, None)
                 parts = own[first : first + wide]
                 parts = _transpose(lane, parts) if wide == 4 else parts
-                names = ", ".join(f"${n + 3}" for n in range(wide))
+                store = "v4.b32 [$0], {$3, $4, $5, $6}" if wide == 4 else "b32 [$0], $3"
                 llvm.inline_asm(
                     ir.Type.parse("!llvm.void"),
                     [pointer, at, place, *parts],
                     f"{{ .reg .pred p; setp.lt.s32 p, $1, {length}; setp.lt.and.s32 p, $2, {dim}, p; "
-                    f"@p st.global.v{wide}.b32 [$0], {{{names}}}; }}".replace("v1.", "").replace(
-                        "{$3}", "$3"
-                    ),
+                    f"@p st.global.{store}; }}",
                     "l,r,r" + ",r" * wide,
                     has_side_effects=True,
                 )
