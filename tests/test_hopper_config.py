@@ -47,23 +47,24 @@ def _backward_configs():
     for _, problem in _configs():
         for dtype, softcap in (("bfloat16", None), ("float16", None), ("bfloat16", 20.0)):
             problem = dataclasses.replace(problem, dtype=jnp.dtype(dtype), softcap=softcap)
-            yield problem, configs.choose_backward(problem, backward.traits_of(problem))
+            traits = backward.traits_of(problem)
+            yield problem, configs.choose_backward(problem, traits), configs.choose_queries(problem, traits)
 
 
 def test_choose_backward_gives_no_more_registers_than_a_block_is_launched_with():
-    for problem, config in _backward_configs():
-        for compute, load in (config.registers, configs.choose_queries(problem).registers):
+    for _, config, queries in _backward_configs():
+        for compute, load in (config.registers, queries.registers):
             assert 2 * compute + load <= 65536 // (128 * 3) // 8 * 8 * 3
             assert compute % 8 == load % 8 == 0
 
 
 def test_choose_backward_rounds_no_product_that_may_overflow():
-    for problem, config in _backward_configs():
+    for problem, config, _ in _backward_configs():
         assert config.roles or config.narrow == ("product" if problem.dtype == jnp.bfloat16 else "weights")
 
 
 def test_choose_backward_gives_a_warpgroup_64_rows():
-    for problem, config in _backward_configs():
+    for problem, config, _ in _backward_configs():
         widest = max(problem.head_dim, problem.value_dim)
         assert config.block_k == (64 if config.roles else 128)
         assert config.roles is (widest > 128 or problem.softcap is not None)

@@ -90,7 +90,7 @@ INTERPRETED = [
     small("d128-full", 128, 640, heads=2, kv_heads=1),
     same("d64-causal", 200),
     same("d256-causal", 130),
-    small("d192-128", 72, 72),
+    small("d192-128", 200, 72),
     same("d24-causal", 70),
     same("d8-causal", 70),
     small("d64-odd", 67, 261, heads=3),

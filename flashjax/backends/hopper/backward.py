@@ -21,15 +21,15 @@ Barriers (full: loader to compute, empty: compute to loader):
                        a stage of Q and dO, with lse, delta, the mask's vectors over queries and the tile's
                        number
     tile_landed        the same, where the loader clears it before it is full (see `hidden`)
-    handed, taken      P or dS, on their way from one compute warpgroup to the other; the last of `taken`: the
-                       compute warpgroups wait for one another
+    handed, taken      dS (by keys), or P and dS (by roles), on their way from one compute warpgroup to the
+                       other; the last of `taken`: the compute warpgroups wait for one another
 
 A thread that waits for barriers keeps a register for each array of them, so there are few.
 
 Shared memory, in bytes, with padded head dims D and Dv: K and V 2 * block_k * (D + Dv); Q and dO
-2 * stages * block_q * (D + Dv); dS 4 * block_k * block_q (by keys), P and dS as much together (by roles);
-lse, delta and the mask's vectors over queries 4 * block_q a stage; those over keys 4 * block_k. A block may
-have 232,448.
+2 * stages * block_q * (D + Dv); dS 4 * block_k * block_q; by roles P, 2 or 4 * block_k * block_q; lse, delta
+and the mask's vectors over queries 4 * block_q a stage; those over keys 4 * block_k. A block may have
+232,448.
 
 Source: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttention-2" (2023), algorithm 2; Shah et
 al., "FlashAttention-3" (2024), section 3 and appendix B.1.
@@ -137,8 +137,13 @@ class Plan(NamedTuple):
         d, dv = (configs.padded(x) for x in (self.problem.head_dim, self.problem.value_dim))
         d = max(d, 64)  # K is multiplied by dS, and the two must be swizzled alike
         if self.config.roles:
-            return tuple(128 if x <= 128 else 256 for x in (d, dv))
+            return max(d, 2 * PART), max(dv, 2 * PART)  # a part for each role
         return (d, dv) if self.config.block_q == 2 * ROWS else (2 * PART, dv)
+
+    @property
+    def p_slots(self) -> int:
+        """Tiles of P in shared memory, by roles: two where the next is made before this one has been read."""
+        return 2 if self.config.stages > 2 else 1
 
     @property
     def part(self) -> int:
@@ -191,22 +196,44 @@ class Global(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Buffers in shared memory."""
+    """Buffers in shared memory.
+
+    Attributes:
+      starts: lse and delta.
+      numbers: the tiles handed on, the order (see `schedule`), and the mailbox (see `intrinsics.take`): one
+        buffer, because each is rounded up to 1024 bytes.
+    """
 
     q: Any
     k: Any
     v: Any
     do: Any
-    lse: Any
-    delta: Any
+    starts: Any
     p: Any
-    ps: Any
     ds: Any
     rows: dict[str, Any]
     cols: dict[str, Any]
-    tile: Any
-    order: Any
-    mailbox: Any
+    numbers: Any
+
+    @property
+    def lse(self) -> Any:
+        return self.starts.at[0]
+
+    @property
+    def delta(self) -> Any:
+        return self.starts.at[1]
+
+    @property
+    def tile(self) -> Any:
+        return self.numbers.at[pl.ds(0, self.numbers.shape[0] - 3)]
+
+    @property
+    def order(self) -> Any:
+        return self.numbers.at[pl.ds(self.numbers.shape[0] - 3, 2)]
+
+    @property
+    def mailbox(self) -> Any:
+        return self.numbers.at[pl.ds(self.numbers.shape[0] - 1, 1)]
 
 
 class Barriers(NamedTuple):
@@ -273,13 +300,11 @@ def backward(
 
 def traits_of(problem: Problem) -> configs.BackwardTraits:
     """Return what decides on the config of a call."""
-    lengths = problem.query_length, problem.key_length
-    dims = problem.head_dim, problem.value_dim
     return configs.BackwardTraits(
         scans=walk.scans(problem, by_key=True),
         clears_keys=hidden.possible(problem),
         clears_queries=hidden.dead_queries_possible(problem),
-        pieces=any(transfers.shape(1, ROWS, n, dim).split for n in lengths for dim in dims),
+        pieces=transfers.in_pieces(problem),
     )
 
 
@@ -318,16 +343,12 @@ def _kernel(plan: Plan) -> Any:
         k=transfers.buffer(problem.dtype, shapes["k"]),
         v=transfers.buffer(problem.dtype, shapes["v"]),
         do=transfers.buffer(problem.dtype, shapes["do"]),
-        lse=plgpu.SMEM((config.stages, block_q), jnp.float32),
-        delta=plgpu.SMEM((config.stages, block_q), jnp.float32),
-        p=exchanged(1) if roles else None,
-        ps=exchanged(1) if roles and problem.softcap is not None else None,
-        ds=exchanged(1) if roles else exchanged(2) if adds else None,
+        starts=plgpu.SMEM((2, config.stages, block_q), jnp.float32),
+        p=exchanged(plan.p_slots) if roles else None,
+        ds=exchanged(2) if roles or adds else None,
         rows={n: plgpu.SMEM((block_k,), plan.kinds[n].dtype) for n in plan.rows},
         cols=cols,
-        tile=plgpu.SMEM((2 * config.stages,), jnp.int32),
-        order=plgpu.SMEM((2,), jnp.int32),
-        mailbox=plgpu.SMEM((1,), jnp.int32) if plan.queue else None,
+        numbers=plgpu.SMEM((2 * config.stages + 3,), jnp.int32),
     )
     barrier = lambda arrivals, count=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
     clears = traits.clears_queries
@@ -338,7 +359,7 @@ def _kernel(plan: Plan) -> Any:
         tile_full=barrier(1 if clears else landing, config.stages),
         tile_empty=barrier(warpgroups, config.stages),
         tile_landed=barrier(landing, config.stages) if clears else None,
-        handed=barrier(1 if roles else warpgroups, 2),
+        handed=barrier(1 if roles else warpgroups, 4 if roles else 2),
         taken=barrier(warpgroups, recompute.MET + 1),
     )
     compute = backward_roles.compute if roles else backward_keys.compute
@@ -364,7 +385,7 @@ def _kernel(plan: Plan) -> Any:
             for slot in range(config.stages):
                 plgpu.barrier_arrive(barriers.tile_empty.at[slot])  # every stage is free
             plgpu.barrier_arrive(barriers.kv_empty)
-            for slot in range(2):
+            for slot in range(recompute.MET):
                 plgpu.barrier_arrive(barriers.taken.at[slot])
             if config.ordered:
                 pl.when(warpgroup == 0)(lambda: intrinsics.give_turn(warpgroup))  # the first turn is its own
@@ -418,7 +439,8 @@ def load(
     config = plan.config
     k0 = item.i * config.block_k
     clears = plan.traits.clears_queries
-    slot_of = lambda n: lax.rem(base + n, jnp.int32(config.stages))
+    # Behind a barrier: the loop would otherwise keep addresses of shared memory in registers.
+    slot_of = lambda n: lax.optimization_barrier(lax.rem(base + n, jnp.int32(config.stages)))
     arrives = barriers.tile_landed if clears else barriers.tile_full
 
     def load_keys():

@@ -184,9 +184,9 @@ def dq(
         scans=walk.scans(problem),
         clears_keys=hidden.possible(problem),
         clears_queries=hidden.dead_queries_possible(problem),
-        pieces=False,
+        pieces=transfers.in_pieces(problem),
     )
-    config = config or configs.choose_queries(problem)
+    config = config or configs.choose_queries(problem, traits)
     plan = Plan(problem, traits, config, packing.kinds(problem.mask), sums)
     view = plan.view
     arrays = Global(
@@ -342,7 +342,6 @@ def compute(
     q0 = item.i * plan.view.block_rows + warpgroup * ROWS
     reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, q0)
     rows = reading.Rows(reader, reader.rows())
-    q, do = shared.q.tile(warpgroup), shared.do.tile(warpgroup)
     shape = (ROWS, config.block_k)
     own = lambda ref: plgpu.load(
         ref.at[item.b, item.h, pl.ds(q0, ROWS)], layout=WGMMA.reduce(1), optimized=False
@@ -353,7 +352,9 @@ def compute(
     plgpu.barrier_wait(barriers.q_full.at[warpgroup])
 
     def step(dq_acc, n, total):
-        slot = lax.rem(base + n, jnp.int32(config.stages))
+        # Behind barriers: the loop would otherwise keep addresses of shared memory in registers.
+        slot = lax.optimization_barrier(lax.rem(base + n, jnp.int32(config.stages)))
+        q, do = (x.tile(lax.optimization_barrier(warpgroup)) for x in (shared.q, shared.do))
         k, v = shared.k.tile(slot), shared.v.tile(slot)
         plgpu.barrier_wait(barriers.kv_full.at[slot])
         tile = visit.tile(plan, n, None if shared.tile is None else shared.tile[slot])
@@ -412,7 +413,7 @@ def compute(
         for n, x in enumerate(total):
             shared.sums.at[warpgroup, n][...] = x
     scale = logits.factor(problem, inputs.scale, lambda: item.b)
-    q[...] = (dq * scale).astype(dtype)
+    shared.q.tile(warpgroup)[...] = (dq * scale).astype(dtype)
     plgpu.commit_smem()
     transfers.store(shared.q, warpgroup, results[0], item.b, q0, item.h)
     if plan.sums:

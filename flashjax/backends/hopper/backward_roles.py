@@ -1,17 +1,20 @@
 """The backward pass where the compute warpgroups share out the work on a tile: head dims up to 256.
 
 A tile has 64 keys and 64 queries. One warpgroup makes P, the other dS; both go through shared memory, from
-where each of them computes half of the columns of dV, dK and dQ. Tile n:
+where each of them computes its columns of dV, dK and dQ. The next tile's product is begun before this tile's
+dQ, and where there is a third stage, before its dV and dK too. Tile n, of which P and dS are there:
 
-    warpgroup 0: S = K Qᵀ; P; mask; to shared memory
-    warpgroup 1: dP = V dOᵀ; P from shared memory; dS; to shared memory
-    both: issue dV += P dO of half of the columns, then dQ and dK of half of the columns
-          wait for dQ, 64 columns at a time; add it to global memory
-          wait for dK
+    issue dV += P dO and dK += dS Q of some of the columns
+    with two stages: wait for these, so that Q and dO can be loaded anew
+    issue S = K Qᵀ (warpgroup 0) or dP = V dOᵀ (warpgroup 1) of tile n + 1; three stages: before dV and dK
+    issue dQ of the first 64 of the columns
+    wait for S or dP; P or dS of tile n + 1; to shared memory
+    wait for dQ; issue it for the next 64 columns; add the first to global memory
 
-Under a softcap the first passes P times its slope on as well.
+Under a softcap warpgroup 0 passes P times its slope on as well, in the place of dS.
 """
 
+import itertools
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -20,108 +23,170 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax.backends.hopper import hidden, intrinsics, logits, recompute
-from flashjax.backends.hopper.backward_keys import add_part, current, meet, rows_of
+from flashjax.backends.hopper.backward_keys import current, meet, rows_of
 from flashjax.backends.hopper.config import ROWS
 
 WGMMA = plgpu.Layout.WGMMA
 TILE = (ROWS, ROWS)
-P, DS = 0, 1  # which of the barriers of what is exchanged
+WEIGHTS, SLOPES = 0, 1  # the two roles
+DS_HANDED, P_TAKEN = 2, 2  # of the barriers ``handed`` and ``taken``, the first of dS and of P
 
 
 def compute(
     plan: Any, inputs: Any, results: Any, shared: Any, barriers: Any, item: Any, base: Any, count: Any
 ) -> Any:
-    """Compute half of the columns of dK and dV of 64 keys, and of this block's shares of dQ."""
-    problem, config, dtype = plan.problem, plan.config, plan.problem.dtype
-    d, dv = plan.columns
-    parts = d // 2 // plan.part
-
+    """Compute some of the columns of dK and dV of 64 keys, and of this block's shares of dQ."""
+    warpgroup = lax.axis_index("warpgroup")
     if plan.traits.clears_keys:
-        warpgroup = lax.axis_index("warpgroup")
         pl.when(warpgroup == 0)(lambda: hidden.clear_keys(shared.k.tile(0)))
         pl.when(warpgroup == 1)(lambda: hidden.clear_keys(shared.v.tile(0)))
         plgpu.commit_smem()
         meet(barriers)
+    for role in (WEIGHTS, SLOPES):
+        play = lambda role=role: _play(plan, inputs, results, shared, barriers, base, count, role)
+        pl.when(warpgroup == role)(play)
+    return base + count
+
+
+def _play(
+    plan: Any, inputs: Any, results: Any, shared: Any, barriers: Any, base: Any, count: Any, role: int
+) -> None:
+    """Do what one of the warpgroups does."""
+    problem, config, dtype = plan.problem, plan.config, plan.problem.dtype
+    d, dv = (_own(columns // plan.part, role) for columns in plan.columns)
+    columns = lambda parts: pl.ds(parts.start * plan.part, len(parts) * plan.part)
+    own_dq = [part for part in d if part < plan.parts] if plan.adds else []
+    dq_type = plgpu.ACC((ROWS, plan.part), jnp.float32)
+    ahead = config.stages > 2
+    # Behind barriers: the loop would otherwise keep addresses of shared memory in registers.
+    anew = lax.optimization_barrier
+    slot_of = lambda n: anew(lax.rem(n, jnp.int32(2)))
+    p_slot_of = lambda n: anew(lax.rem(n, jnp.int32(plan.p_slots)))
+    stage_of = lambda n: anew(lax.rem(n, jnp.int32(config.stages)))
+
+    def issue_first(acc, n):
+        stage, zero = stage_of(n), anew(jnp.int32(0))
+        plgpu.barrier_wait(barriers.tile_full.at[stage])
+        if role == WEIGHTS:
+            if logits.folds(problem):
+                acc[...] = recompute.along_columns(shared.lse.at[stage], TILE)
+            plgpu.wgmma(acc, shared.k.tile(zero), shared.q.tile(stage).T)
+        else:
+            acc[...] = recompute.along_columns(shared.delta.at[stage], TILE)
+            plgpu.wgmma(acc, shared.v.tile(zero), shared.do.tile(stage).T)
+
+    def hand_on(x, n):
+        """Make P or dS of its product, and hand it on."""
+        slot, p_slot, stage = slot_of(n), p_slot_of(n), stage_of(n)
+        if role == WEIGHTS:
+            place = recompute.read_place(plan, shared, n)
+            lse = lambda: recompute.along_columns(shared.lse.at[stage], TILE)
+            p, slope = recompute.weights(plan, inputs.scale, lambda: place.head[0], x, lse)
+            rows = lambda: rows_of(plan, inputs, shared, place, 0)
+            p = recompute.hide(plan, shared.cols, stage, place.partial, lambda: place.q0, rows, p)
+            plgpu.barrier_wait(barriers.taken.at[P_TAKEN + p_slot])
+            shared.p.at[p_slot][...] = p.astype(dtype)
+            if slope is not None:
+                plgpu.barrier_wait(barriers.taken.at[slot])
+                shared.ds.at[slot][...] = (p * slope).astype(dtype)
+        else:
+            capped = problem.softcap is not None
+            plgpu.barrier_wait(barriers.handed.at[p_slot])
+            source = shared.ds.at[slot] if capped else shared.p.at[p_slot]
+            p = plgpu.load(source, layout=WGMMA).astype(jnp.float32)
+            if not capped:
+                plgpu.barrier_wait(barriers.taken.at[slot])
+            shared.ds.at[slot][...] = (p * x).astype(dtype)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(barriers.handed.at[p_slot if role == WEIGHTS else DS_HANDED + slot])
+
+    def issue_dk_dv(dk_acc, dv_acc, n):
+        # P is there: one has made it, and the other has made dS of it.
+        slot, p_slot, stage = slot_of(n), p_slot_of(n), stage_of(n)
+        plgpu.wgmma(dv_acc, shared.p.at[p_slot], shared.do.tile(stage).at[:, columns(dv)])
+        if role == WEIGHTS:
+            plgpu.barrier_wait(barriers.handed.at[DS_HANDED + slot])
+        plgpu.wgmma(dk_acc, shared.ds.at[slot], shared.q.tile(stage).at[:, columns(d)])
+
+    def release(n):
+        plgpu.barrier_arrive(barriers.tile_empty.at[stage_of(n)])
+        plgpu.barrier_arrive(barriers.taken.at[P_TAKEN + p_slot_of(n)])
+
+    def issue_dq(acc, n, part):
+        k = shared.k.tile(anew(jnp.int32(0)))
+        plgpu.wgmma(acc, shared.ds.at[slot_of(n)].T, k.at[:, pl.ds(part * plan.part, plan.part)])
+
+    def add_dq(dq, n):
+        """Add the first part of dQ, and compute and add the others."""
+        number = recompute.read_place(plan, shared, n).number
+        add = lambda part, dq: intrinsics.add_tile(inputs.dq.at[number, 0, part], dq)
+        for before, part in itertools.pairwise(own_dq):
+
+            def one(acc, before=before, part=part, dq=dq):
+                issue_dq(acc, n, part)
+                add(before, dq)
+                return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+            dq = pl.run_scoped(one, dq_type)
+        plgpu.barrier_arrive(barriers.taken.at[slot_of(n)])
+        if own_dq:
+            add(own_dq[-1], dq)
 
     def step(dk_acc, dv_acc, n):
-        # Behind barriers: the loop would otherwise keep addresses of shared memory in registers.
-        warpgroup = lax.optimization_barrier(lax.axis_index("warpgroup"))
-        zero = lax.optimization_barrier(jnp.int32(0))
-        slot = lax.rem(n, jnp.int32(config.stages))
-        k, v = shared.k.tile(zero), shared.v.tile(zero)
-        q, do = shared.q.tile(slot), shared.do.tile(slot)
-        p_smem, ds_smem = shared.p.at[zero], shared.ds.at[zero]
-        ps_smem = p_smem if shared.ps is None else shared.ps.at[zero]
-        half = lambda ref, columns: ref.at[:, pl.ds(warpgroup * (columns // 2), columns // 2)]
+        def products(acc, dq_acc=None):
+            if ahead:
+                issue_first(acc, n + 1)
+            issue_dk_dv(dk_acc, dv_acc, n)
+            if not ahead:
+                plgpu.wgmma_wait(0)
+                release(n)
+                issue_first(acc, n + 1)
+            if dq_acc is not None:
+                issue_dq(dq_acc, n, own_dq[0])
+            later = (2 if ahead else 0) + (dq_acc is not None)
+            hand_on(plgpu.wgmma_accumulator_load(acc, wait_n=later), n + 1)
+            return None if dq_acc is None else plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
 
-        plgpu.barrier_wait(barriers.tile_full.at[slot])
-        place = recompute.read_place(plan, shared, n)
-        plgpu.barrier_wait(barriers.taken.at[P])
-        plgpu.barrier_wait(barriers.taken.at[DS])
+        dq = pl.run_scoped(products, plgpu.ACC(TILE, jnp.float32), *[dq_type] * bool(own_dq))
+        if ahead:
+            plgpu.wgmma_wait(0)
+            release(n)
+        add_dq(dq, n)
 
-        def first(acc):
-            lse = lambda: recompute.along_columns(shared.lse.at[slot], TILE)
-            if logits.folds(problem):
-                acc[...] = lse()
-            plgpu.wgmma(acc, k, q.T)
-            p, slope = recompute.weights(plan, inputs.scale, lambda: place.head[0], acc[...], lse)
-            rows = lambda: rows_of(plan, inputs, shared, place, 0)
-            p = recompute.hide(plan, shared.cols, slot, place.partial, lambda: place.q0, rows, p)
-            p_smem[...] = p.astype(dtype)
-            if slope is not None:
-                ps_smem[...] = (p * slope).astype(dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(barriers.handed.at[P])
+    def last_step(dk_acc, dv_acc, n):
+        def first_dq(acc):
+            issue_dq(acc, n, own_dq[0])
+            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
-        def second(acc):
-            acc[...] = recompute.along_columns(shared.delta.at[slot], TILE)
-            plgpu.wgmma(acc, v, do.T)
-            dp = acc[...]
-            plgpu.barrier_wait(barriers.handed.at[P])
-            p = plgpu.load(ps_smem, layout=WGMMA).astype(jnp.float32)
-            ds_smem[...] = (p * dp).astype(dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(barriers.handed.at[DS])
-
-        for role, makes in ((0, first), (1, second)):
-            pl.when(warpgroup == role)(lambda makes=makes: pl.run_scoped(makes, plgpu.ACC(TILE, jnp.float32)))
-        pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(barriers.handed.at[P]))
-        plgpu.wgmma(dv_acc, p_smem, half(do, dv))
-        plgpu.barrier_wait(barriers.handed.at[DS])
-
-        def gradients(*dq_accs):
-            part = lambda c: warpgroup * parts + c
-            for c, acc in enumerate(dq_accs):
-                plgpu.wgmma(acc, ds_smem.T, k.at[:, pl.ds(part(c) * plan.part, plan.part)])
-            plgpu.wgmma(dk_acc, ds_smem, half(q, d))
-            plgpu.wgmma_wait(len(dq_accs) + 1)
-            plgpu.barrier_arrive(barriers.taken.at[P])
-            for c, acc in enumerate(dq_accs):
-                dq = plgpu.wgmma_accumulator_load(acc, wait_n=len(dq_accs) - c)
-                add_part(plan, inputs, place.number, 0, part(c), dq)
-
-        if plan.adds:
-            pl.run_scoped(gradients, *[plgpu.ACC((ROWS, plan.part), jnp.float32)] * parts)
-        else:
-            gradients()
+        issue_dk_dv(dk_acc, dv_acc, n)
+        dq = pl.run_scoped(first_dq, dq_type) if own_dq else None
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(barriers.tile_empty.at[slot])
-        plgpu.barrier_arrive(barriers.taken.at[DS])
+        release(n)
+        add_dq(dq, n)
 
     def all_tiles(dk_acc, dv_acc):
-        end = base + count
-        # At least one, as always: the compiler then needs no way around the loop.
-        lax.fori_loop(0, jnp.maximum(count, 1), lambda n, _: step(dk_acc, dv_acc, base + n), None)
-        return *(plgpu.wgmma_accumulator_load(x, wait_n=0) for x in (dk_acc, dv_acc)), end
+        def first(acc):
+            issue_first(acc, base)
+            hand_on(plgpu.wgmma_accumulator_load(acc, wait_n=0), base)
 
-    dk, dvalue, end = pl.run_scoped(
-        all_tiles, plgpu.ACC((ROWS, d // 2), jnp.float32), plgpu.ACC((ROWS, dv // 2), jnp.float32)
-    )
+        pl.run_scoped(first, plgpu.ACC(TILE, jnp.float32))
+        lax.fori_loop(0, count - 1, lambda n, _: step(dk_acc, dv_acc, base + n), None)
+        last_step(dk_acc, dv_acc, base + count - 1)
+        return tuple(plgpu.wgmma_accumulator_load(x, wait_n=0) for x in (dk_acc, dv_acc))
+
+    accumulator = lambda parts: plgpu.ACC((ROWS, len(parts) * plan.part), jnp.float32)
+    dk, dvalue = pl.run_scoped(all_tiles, accumulator(d), accumulator(dv))
     item = current(plan, shared)
     intrinsics.gather_warps()  # all have read the item
     plgpu.barrier_arrive(barriers.kv_empty)
-    warpgroup, k0 = lax.axis_index("warpgroup"), item.i * config.block_k
+    k0 = item.i * config.block_k
     dk = dk * logits.factor(problem, inputs.scale, lambda: item.b)
-    for array, x in zip(results, (dk, dvalue), strict=True):
-        intrinsics.store_tile(array.at[item.b, :, item.h], x.astype(dtype), k0, warpgroup * x.shape[1])
-    return end
+    for array, x, parts in zip(results, (dk, dvalue), (d, dv), strict=True):
+        column = jnp.int32(parts.start * plan.part)
+        intrinsics.store_tile(array.at[item.b, :, item.h], x.astype(dtype), k0, column)
+
+
+def _own(parts: int, role: int) -> range:
+    """Return which of the parts of a head, of 64 columns each, are a role's."""
+    half = -(-parts // 2)
+    return range(half) if role == WEIGHTS else range(half, parts)

@@ -135,28 +135,32 @@ def choose(problem: Problem, traits: Traits) -> Config:
     return config
 
 
-def choose_queries(problem: Problem) -> QueriesConfig:
+def choose_queries(problem: Problem, traits: BackwardTraits) -> QueriesConfig:
     """Return the config of the kernel that computes dQ alone; see `choose`."""
-    wide = max(padded(problem.head_dim), padded(problem.value_dim)) > 128
-    if wide:
-        return QueriesConfig(block_k=64, stages=1, registers=(240, 24))  # needs all registers
-    return QueriesConfig(block_k=64, registers=(224, 56))
+    widest = max(padded(problem.head_dim), padded(problem.value_dim))
+    if widest > 128:
+        return QueriesConfig(block_k=64, stages=1)
+    # What needs more registers, of the threads that compute or of the loader, spills with tiles of 128 keys.
+    if problem.softcap is not None or problem.scaled or (widest > 64 and any(traits)):
+        return QueriesConfig(block_k=64, registers=(224, 56))
+    return QueriesConfig()
 
 
 def choose_backward(problem: Problem, traits: BackwardTraits) -> BackwardConfig:
     """Return the config of the backward pass of a call; see `choose`."""
     widest = max(padded(problem.head_dim), padded(problem.value_dim))
-    busy = traits.scans or traits.clears_queries or traits.pieces
     if widest > 128 or problem.softcap is not None:  # by keys, softcaps spill
+        dims = padded(problem.head_dim), padded(problem.value_dim)
+        columns = [max(x, 128) for x in dims]
         # Tiles with more columns than the array move in pieces.
-        busy |= not {padded(problem.head_dim), padded(problem.value_dim)} <= {128, 256}
-        schedule = "queue" if problem.key_length <= 1024 else "blocks"
-        registers = (224, 56) if busy else (240, 24)
-        return BackwardConfig(block_k=64, roles=True, registers=registers, schedule=schedule)
+        registers = (224, 56) if traits.pieces or columns != list(dims) else (240, 24)
+        stages = 3 if sum(columns) <= 320 else 2  # as many as shared memory holds
+        return BackwardConfig(block_k=64, roles=True, stages=stages, registers=registers)
     # In float16 dP would overflow where the cotangent is scaled up.
     narrow = "product" if problem.dtype == jnp.bfloat16 else "weights"
     if widest > 64:
         return BackwardConfig(narrow=narrow, ordered="late")  # needs all registers that a thread may have
+    busy = traits.scans or traits.clears_queries or traits.pieces
     return BackwardConfig(block_q=128, narrow=narrow, registers=(232, 40) if busy else (240, 24))
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from flashjax.backends.hopper import logits, reading
 from flashjax.backends.hopper.logits import LOG2E
 
-MET = 2  # which barrier of ``taken`` the compute warpgroups wait for one another at
+MET = 4  # which barrier of ``taken`` the compute warpgroups wait for one another at
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 
 

@@ -14,6 +14,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from flashjax.backends.hopper.config import padded
+from flashjax.problem import Problem
 
 PIECE = 8  # rows
 
@@ -57,6 +58,12 @@ def shape(count: int, rows: int, length: int, dim: int, columns: int | None = No
     """
     columns = columns or padded(dim)
     return Shape(count, rows, columns, length % PIECE != 0 or columns != dim, rows)
+
+
+def in_pieces(problem: Problem) -> bool:
+    """Whether any tile of a call moves in pieces."""
+    lengths, dims = (problem.query_length, problem.key_length), (problem.head_dim, problem.value_dim)
+    return any(shape(1, PIECE, length, dim).split for length in lengths for dim in dims)
 
 
 def shared(a: Shape, b: Shape) -> tuple[Shape, Shape] | None:
@@ -128,6 +135,7 @@ def store(buffer: Buffer, index: Any, array: Any, b: Any, row: Any, head: Any) -
 def _each_piece(array: Any, place: tuple[Any, Any, Any], buffer: Buffer, index: Any, copy: Any) -> None:
     """Call ``copy(window of the array, piece of the buffer)`` for each piece of a tile."""
     b, row, head = place
+    row = lax.optimization_barrier(row)  # a loop around would otherwise keep addresses in registers
     down, across, height, width = buffer.shape.pieces(buffer.shape.rows)
     short = across == 1 and down == 1 and buffer.shape.pitch != buffer.shape.rows
 
