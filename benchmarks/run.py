@@ -86,7 +86,11 @@ SUITES = {
 }
 
 NORM_LIMIT = 1e-2  # of |error| / |result| over all that is compared, for bfloat16
-WORST_LIMIT = 5e-2  # of one query (or key), |error| over |result| or the rms of all |result|, the larger
+# Of one query (or key), |error| over |result| or the rms of all |result|, the larger. Gradients get more: dQ
+# of a query that sees few keys is what is left of terms that cancel, beside what the rounding of out has done
+# to delta. That alone is 3 % for the second query of a causal call of 2048 keys, and grows with their number.
+WORST_LIMIT = 5e-2
+WORST_LIMIT_OF_GRADIENTS = 1e-1
 PEAK = 1e15  # about what the fastest GPU does, FLOP/s: only decides how many calls a program holds
 L2_BYTES = 64e6
 
@@ -100,11 +104,13 @@ class Pass(NamedTuple):
         ``[B, T, heads, dim]``. It is applied to the reference as well.
       prepare: if given, ``prepare(attention)(q, k, v, dout)`` is not timed and returns the arguments that
         ``function(attention)`` takes in place of these.
+      worst: limit of the error of one query or key.
     """
 
     flops: Callable[[int, int], int]
     function: Callable[[Callable], Callable[..., dict[str, jax.Array]]]
     prepare: Callable[[Callable], Callable[..., tuple]] | None = None
+    worst: float = WORST_LIMIT
 
     def arguments(self, attention: Callable, arrays: tuple) -> tuple:
         """Return what ``function(attention)`` takes for one set of q, k, v and dout."""
@@ -132,8 +138,9 @@ PASSES = {
         flops=lambda d, dv: 6 * d + 4 * dv,
         function=_gradients,
         prepare=lambda attention: lambda q, k, v, dout: (jax.vjp(attention, q, k, v)[1], dout),
+        worst=WORST_LIMIT_OF_GRADIENTS,
     ),
-    "fwd+bwd": Pass(flops=lambda d, dv: 8 * d + 6 * dv, function=_both),
+    "fwd+bwd": Pass(flops=lambda d, dv: 8 * d + 6 * dv, function=_both, worst=WORST_LIMIT_OF_GRADIENTS),
 }
 
 
@@ -360,7 +367,7 @@ def run_row(
                 entries[name]["temp_bytes"] = temp.temp_size_in_bytes
             if name == OURS:
                 entries[name]["backend"] = taken_backend(row)
-            if not (error["norm"] < NORM_LIMIT and error["worst"] < WORST_LIMIT):
+            if not (error["norm"] < NORM_LIMIT and error["worst"] < what.worst):
                 entries[name]["failed"] = f"wrong: error {error['norm']:.1e}, worst {error['worst']:.1e}"
                 del programs[name]
                 continue
