@@ -72,7 +72,7 @@ def flash_attention(
         ``jax.default_matmul_precision``. float16 and bfloat16 always accumulate in float32.
       deterministic: ask for a backward pass that repeats bit for bit. The portable backend's always does;
         the Hopper backend's otherwise adds up the gradient of query in the order in which blocks come to
-        it, and takes 1.2 to 1.4 times as long if asked.
+        it, and takes 1.1 to 1.3 times as long if asked.
       implementation: name of a backend; None takes the first that can. See `explain`.
       return_residual: also return the log-sum-exp.
 
