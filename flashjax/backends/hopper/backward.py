@@ -35,6 +35,7 @@ Source: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttention-2
 al., "FlashAttention-3" (2024), section 3 and appendix B.1.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -44,7 +45,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.backends import hopper
 from flashjax.backends.hopper import (
     backward_finish,
     backward_keys,
@@ -54,6 +54,7 @@ from flashjax.backends.hopper import (
     hidden,
     intrinsics,
     packing,
+    plans,
     reading,
     recompute,
     schedule,
@@ -67,17 +68,14 @@ from flashjax.problem import Gradients, Inputs, Problem, Wanted
 PART = 64  # columns of dQ that a warpgroup adds at a time, with 64 rows
 
 
-class Plan(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Plan(plans.Plan):
     """What the kernel knows when it is traced.
 
     Attributes:
       adds: whether it adds up dQ.
     """
 
-    problem: Problem
-    traits: configs.BackwardTraits
-    config: BackwardConfig
-    kinds: dict[str, packing.Kind]
     adds: bool
 
     @property
@@ -97,17 +95,6 @@ class Plan(NamedTuple):
         return self.problem.group
 
     @property
-    def blocks(self) -> int:
-        """Blocks of the grid."""
-        items = schedule.items(self.work)
-        return items if self.config.schedule == "blocks" else min(items, hopper.multiprocessors())
-
-    @property
-    def queue(self) -> bool:
-        """Whether blocks take key tiles from a counter."""
-        return self.config.schedule == "queue" and self.blocks < schedule.items(self.work)
-
-    @property
     def takes_late(self) -> bool:
         """Whether a block takes the next key tile when it has loaded for this one."""
         return True
@@ -121,15 +108,6 @@ class Plan(NamedTuple):
     def tells_count(self) -> bool:
         """Whether the loader counts the tiles for all."""
         return True
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the last key tile reaches beyond S."""
-        return self.problem.key_length % self.config.block_k != 0
-
-    @property
-    def masked(self) -> bool:
-        return self.problem.mask is not None or self.ragged
 
     @property
     def columns(self) -> tuple[int, int]:

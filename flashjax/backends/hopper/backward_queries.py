@@ -17,6 +17,7 @@ and V 2 * stages * block_k * (D + Dv); the mask's vectors over keys 4 * stages *
 Source: Dao, "FlashAttention-2" (2023), algorithm 2, with the loops exchanged.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from flashjax.backends.hopper import (
     hidden,
     logits,
     packing,
+    plans,
     reading,
     recompute,
     schedule,
@@ -43,76 +45,18 @@ from flashjax.problem import Inputs, Problem
 
 WGMMA = plgpu.Layout.WGMMA
 SUMS = 3
-BLOCK_Q = ROWS * QueriesConfig().warpgroups  # queries of a block, of which other kernels' tiles are a part
+BLOCK_Q = QueriesConfig().block_q  # queries of a block, of which other kernels' tiles are a part
 
 
-class Plan(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Plan(plans.Plan):
     """What the kernel knows when it is traced.
 
     Attributes:
-      traits: `configs.BackwardTraits` of the walk along keys.
       sums: whether it returns sums over the keys too: dS ∘ U, dS and P ∘ U, where U = d logits / d scale.
     """
 
-    problem: Problem
-    traits: configs.BackwardTraits
-    config: QueriesConfig
-    kinds: dict[str, packing.Kind]
     sums: bool
-
-    @property
-    def view(self) -> walk.View:
-        problem, config = self.problem, self.config
-        lengths = problem.query_length, problem.key_length
-        return walk.View(False, *lengths, ROWS * config.warpgroups, config.block_k)
-
-    @property
-    def work(self) -> schedule.Work:
-        problem = self.problem
-        return schedule.Work(problem.batch, problem.heads, self.view.count_rows, heads_first=True)
-
-    @property
-    def group(self) -> int:
-        """Heads that a block walks along."""
-        return 1
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the grid."""
-        return schedule.items(self.work)
-
-    @property
-    def queue(self) -> bool:
-        return False
-
-    @property
-    def takes_late(self) -> bool:
-        """Whether a block takes the next query tile when it has loaded this one."""
-        return False
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether the work reads what comes next again."""
-        return False
-
-    @property
-    def tells_count(self) -> bool:
-        """Whether the loader counts the tiles for all."""
-        return self.traits.scans
-
-    @property
-    def orders(self) -> bool:
-        """Whether the loader tells the others what comes next."""
-        return self.traits.scans
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the last key tile reaches beyond S."""
-        return self.problem.key_length % self.config.block_k != 0
-
-    @property
-    def masked(self) -> bool:
-        return self.problem.mask is not None or self.ragged
 
     @property
     def shapes(self) -> dict[str, transfers.Shape]:

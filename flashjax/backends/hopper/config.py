@@ -86,6 +86,16 @@ class QueriesConfig(NamedTuple):
     stages: int = 2
     registers: tuple[int, int] = (240, 24)
 
+    @property
+    def block_q(self) -> int:
+        """Queries of a block."""
+        return ROWS * self.warpgroups
+
+    @property
+    def schedule(self) -> str:
+        """How blocks share the query tiles: one each."""
+        return "blocks"
+
 
 class BackwardTraits(NamedTuple):
     """What of a call, beside its sizes, decides on a config of the backward pass.

@@ -41,13 +41,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax import softmax
-from flashjax.backends import hopper
 from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper import (
     hidden,
     intrinsics,
     logits,
     packing,
+    plans,
     reading,
     schedule,
     transfers,
@@ -62,74 +62,13 @@ SLACK = 8.0  # O is rescaled where the row maximum grew by more than this, in po
 PARTS = 8  # row sums are kept as this many columns until the end: adding them up needs other threads
 
 
-class Plan(NamedTuple):
+class Plan(plans.Plan):
     """What the kernel knows when it is traced."""
-
-    problem: Problem
-    traits: configs.Traits
-    config: Config
-    kinds: dict[str, packing.Kind]
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the grid."""
-        items = schedule.items(self.work)
-        return items if self.config.schedule == "blocks" else min(items, hopper.multiprocessors())
-
-    @property
-    def queue(self) -> bool:
-        """Whether blocks take query tiles from a counter."""
-        return self.config.schedule == "queue" and self.blocks < schedule.items(self.work)
-
-    @property
-    def orders(self) -> bool:
-        """Whether the loader tells the others what comes next."""
-        return self.traits.scans or self.queue
 
     @property
     def persistent(self) -> bool:
         """Whether a block may compute several query tiles."""
         return self.config.schedule != "blocks"
-
-    @property
-    def ragged(self) -> bool:
-        """Whether the last key tile reaches beyond S."""
-        return self.problem.key_length % self.config.block_k != 0
-
-    @property
-    def masked(self) -> bool:
-        return self.problem.mask is not None or self.ragged
-
-    @property
-    def view(self) -> walk.View:
-        problem, config = self.problem, self.config
-        lengths = problem.query_length, problem.key_length
-        return walk.View(False, *lengths, config.block_q, config.block_k)
-
-    @property
-    def group(self) -> int:
-        """Heads that a block walks along."""
-        return 1
-
-    @property
-    def takes_late(self) -> bool:
-        """Whether a block takes the next query tile when it has loaded this one."""
-        return False
-
-    @property
-    def keeps_order(self) -> bool:
-        """Whether the work reads what comes next again."""
-        return False
-
-    @property
-    def tells_count(self) -> bool:
-        """Whether the loader counts the tiles for all."""
-        return self.traits.scans
-
-    @property
-    def work(self) -> schedule.Work:
-        problem = self.problem
-        return schedule.Work(problem.batch, problem.heads, self.view.count_rows, heads_first=True)
 
     @property
     def value_columns(self) -> int:
