@@ -63,12 +63,32 @@ CALLS = {
     "32-causal-backward": ("32", T, "causal"),
     **{f"{d}-softcap-backward": (d, T, "softcap") for d in ("64", "256")},
     "128-ragged-backward": ("128", T - 3, "full"),
+    "256-vectors-backward": ("256", T, "vectors"),
 }
+
+# As many vectors as a mask may have, in dtypes and over axes that take the most of shared memory.
+VECTORS = {
+    "u": ("q", "int32"),
+    "v": ("q", "int32"),
+    "w": ("q", "int32"),
+    "x": ("q", "float32"),
+    "y": ("q", "uint32"),
+    "i": ("k", "int32"),
+    "j": ("k", "float32"),
+}
+
+
+def _reads_vectors(b, h, q, k, *, u, v, w, x, y, i, j):
+    return (u + v + w >= i) & (x >= j) & (y > 0)
 
 
 def _options(kind, length):
     """Return the arrays that a kind of call takes beside q, k and v, and ``f(*arrays)`` to its keywords."""
-    from flashjax import BlockSparse, Causal, Segments
+    from flashjax import BlockSparse, Causal, CustomMask, Operand, Segments
+
+    def mask_of(*vectors):
+        named = zip(VECTORS.items(), vectors, strict=True)
+        return CustomMask(_reads_vectors, **{name: Operand(x, axis) for (name, (axis, _)), x in named})
 
     blocks = -(-length // 128)
     return {
@@ -82,6 +102,10 @@ def _options(kind, length):
         "dense": ([((B, 1, length, length), "bool")], lambda seen: {"mask": seen}),
         "blocks": ([((1, 1, blocks, blocks), "bool")], lambda seen: {"mask": BlockSparse(seen, 128)}),
         "softcap": ([], lambda: {"softcap": 30.0, "is_causal": True}),
+        "vectors": (
+            [((length,), dtype) for _, dtype in VECTORS.values()],
+            lambda *vectors: {"mask": mask_of(*vectors)},
+        ),
         "scale": ([((), "float32")], lambda scale: {"scale": scale, "is_causal": True}),
     }[kind]
 
@@ -159,6 +183,7 @@ SPILLS = {
     "128-ragged-backward": 44,
     "256-packed-backward": 4,
     "256-softcap-backward": 8,
+    "256-vectors-backward": 56,
 }
 
 

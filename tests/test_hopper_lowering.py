@@ -307,6 +307,13 @@ def test_refusal_names_operands_that_the_kernel_does_not_read():
     refusal("operand '1.far' has dtype int8, and a CustomMask", mask=Causal() & CustomMask(far, far=narrow))
 
 
+@needs_kernel
+def test_refusal_counts_the_vectors_of_a_mask():
+    ids = Segments(np.zeros((1, 128), np.int32))
+    jax.eval_shape(functools.partial(attend, mask=ids & ids & ids), *shapes())
+    refusal("the mask reads 8 vectors over queries or keys; the kernel holds 7", mask=ids & ids & ids & ids)
+
+
 SHIPPED = next(x for x in backends.BACKENDS if x.name == "hopper")
 
 

@@ -157,6 +157,11 @@ class Plan(plans.Plan):
         kinds = self.kinds.items()
         return [n for n, k in kinds if k.form == "rows" and (self.group == 1 or not k.heads)]
 
+    @property
+    def cols(self) -> list[str]:
+        """The mask's vectors over queries."""
+        return [n for n, k in self.kinds.items() if k.form == "cols"]
+
 
 class Global(NamedTuple):
     """Arrays in global memory; lse and delta are `backward_start.starts`."""
@@ -178,8 +183,10 @@ class Shared(NamedTuple):
 
     Attributes:
       starts: lse and delta.
-      numbers: the tiles handed on, the order (see `schedule`), and the mailbox (see `intrinsics.take`): one
-        buffer, because each is rounded up to 1024 bytes.
+      rows, cols: the mask's vectors over keys and over queries, by name; as scratch types, by dtype.
+      numbers: the tiles handed on, the order (see `schedule`), and the mailbox (see `intrinsics.take`).
+
+    What is small shares a buffer where it can: each is rounded up to 1024 bytes.
     """
 
     q: Any
@@ -310,9 +317,6 @@ def _kernel(plan: Plan) -> Any:
     problem, traits, config = plan.problem, plan.traits, plan.config
     shapes, (block_q, block_k) = plan.shapes, (config.block_q, config.block_k)
     warpgroups = config.warpgroups
-    cols = {
-        n: plgpu.SMEM((config.stages, block_q), k.dtype) for n, k in plan.kinds.items() if k.form == "cols"
-    }
     roles, adds = config.roles, plan.adds
     swizzled = (plgpu.TilingTransform((transfers.PIECE, 64)), plgpu.SwizzleTransform(128))
     exchanged = lambda count: plgpu.SMEM((count, block_k, block_q), problem.dtype, transforms=swizzled)
@@ -324,13 +328,13 @@ def _kernel(plan: Plan) -> Any:
         starts=plgpu.SMEM((2, config.stages, block_q), jnp.float32),
         p=exchanged(plan.p_slots) if roles else None,
         ds=exchanged(2) if roles or adds else None,
-        rows={n: plgpu.SMEM((block_k,), plan.kinds[n].dtype) for n in plan.rows},
-        cols=cols,
+        rows=_stacked(plan, plan.rows, (block_k,)),
+        cols=_stacked(plan, plan.cols, (config.stages, block_q)),
         numbers=plgpu.SMEM((2 * config.stages + 3,), jnp.int32),
     )
     barrier = lambda arrivals, count=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
     clears = traits.clears_queries
-    landing = shapes["q"].copies + shapes["do"].copies + 2 + len(cols)
+    landing = shapes["q"].copies + shapes["do"].copies + 2 + len(plan.cols)
     barriers = Barriers(
         kv_full=barrier(1 + plan.copies_of_keys),
         kv_empty=barrier(warpgroups),
@@ -395,10 +399,31 @@ def _kernel(plan: Plan) -> Any:
     )
 
 
+def _stacked(plan: Plan, names: list[str], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return a buffer for all vectors of a dtype, by dtype."""
+    dtypes = [_dtype(plan, name) for name in names]
+    return {
+        dtype: plgpu.SMEM((dtypes.count(dtype), *shape), jnp.dtype(dtype)) for dtype in dict.fromkeys(dtypes)
+    }
+
+
 def _named(plan: Plan, shared: Shared) -> Shared:
-    """Give each of the big buffers its names."""
+    """Give each of the big buffers its names, and each of the mask's vectors."""
     name = lambda key: transfers.names(getattr(shared, key), plan.shapes[key])[0]
-    return shared._replace(**{key: name(key) for key in plan.shapes})
+
+    def vectors(names, stacks):
+        place = {n: [x for x in names if _dtype(plan, x) == _dtype(plan, n)].index(n) for n in names}
+        return {n: stacks[_dtype(plan, n)].at[place[n]] for n in names}
+
+    return shared._replace(
+        rows=vectors(plan.rows, shared.rows),
+        cols=vectors(plan.cols, shared.cols),
+        **{key: name(key) for key in plan.shapes},
+    )
+
+
+def _dtype(plan: Plan, name: str) -> str:
+    return jnp.dtype(plan.kinds[name].dtype).name
 
 
 # ---- the loader --------------------------------------------------------------------------------

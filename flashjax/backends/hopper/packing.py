@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flashjax.masks import CustomMask, Mask, Operand
 
 WORD = 32
+MOST_VECTORS = 7  # that fit into shared memory beside the tiles of the largest heads, whatever their dtypes
 
 
 class Kind(NamedTuple):
@@ -66,6 +67,9 @@ def refusal(mask: Mask) -> str | None:
             return f"{what} has dtype {dtype}, and a CustomMask in the kernel computes with 32 bits"
         if form_of(operand) == "bits":
             return f"{what} has one {dtype} per query and key; the kernel reads only booleans of that kind"
+    vectors = [n for n, x in mask.operands().items() if form_of(x) in ("rows", "cols")]
+    if len(vectors) > MOST_VECTORS:
+        return f"the mask reads {len(vectors)} vectors over queries or keys; the kernel holds {MOST_VECTORS}"
     return None
 
 
