@@ -201,7 +201,8 @@ def test_hopper_kernel_overlaps_its_products(name, reports):
     assert f"flash_attention_{'backward' if name.endswith('-backward') else 'forward'}" in text
     # C7519 says that the compiler has put in a fence, which it must before any product.
     text = re.sub(r"\(C7519\)", "", text)
-    assert not re.search(r"C75\d\d|serializ|setmaxnreg", text, re.IGNORECASE), text
+    # In brackets: the names of the compiler's files are random and may hold such a number.
+    assert not re.search(r"\(C75\d\d\)|serializ|setmaxnreg", text, re.IGNORECASE), text
 
 
 @pytest.mark.parametrize("name", CALLS)
