@@ -14,7 +14,7 @@ from flashjax.problem import Problem, abstract
 if jax.__version_info__ < hopper.NEEDS_JAX:
     pytest.skip(f"the kernel needs jax 0.11, and this is {jax.__version__}", allow_module_level=True)
 
-from flashjax.backends.hopper import backward, forward, hidden, walk
+from flashjax.backends.hopper import backward, forward, hidden, recompute, walk
 
 
 def _problem(mask=None, length=4096, dim=128, value_dim=None):
@@ -47,8 +47,8 @@ def _backward_configs():
     for _, problem in _configs():
         for dtype, softcap in (("bfloat16", None), ("float16", None), ("bfloat16", 20.0)):
             problem = dataclasses.replace(problem, dtype=jnp.dtype(dtype), softcap=softcap)
-            traits = backward.traits_of(problem)
-            yield problem, configs.choose_backward(problem, traits), configs.choose_queries(problem, traits)
+            by_key, by_query = (recompute.traits(problem, x) for x in (True, False))
+            yield problem, configs.choose_backward(problem, by_key), configs.choose_queries(problem, by_query)
 
 
 def test_choose_backward_gives_no_more_registers_than_a_block_is_launched_with():
@@ -78,6 +78,15 @@ def test_choose_lets_blocks_fit_into_shared_memory():
         sizes = {name: 2 * x.count * x.pitch * x.columns for name, x in plan.shapes.items()}
         tiles = sum(sizes.values()) if plan.own_output else sum(sizes.values()) - sizes["o"]
         assert tiles + 2048 <= 232_448
+
+
+def test_choose_backward_lets_blocks_fit_into_shared_memory():
+    # Likewise; P and dS are tiles too.
+    for problem, config, _ in _backward_configs():
+        plan = backward.Plan(problem, recompute.traits(problem, by_key=True), config, {}, adds=True)
+        tiles = sum(2 * x.count * x.pitch * x.columns for x in plan.shapes.values())
+        exchanged = 2 + (plan.p_slots if config.roles else 0)
+        assert tiles + exchanged * 2 * config.block_q * config.block_k + 2048 <= 232_448
 
 
 def test_choose_hands_out_uneven_work_from_a_queue():

@@ -112,16 +112,16 @@ class Plan(plans.Plan):
     @property
     def columns(self) -> tuple[int, int]:
         """Columns of q and k, and of v, in shared memory."""
+        if self.config.roles:
+            return configs.columns_by_roles(self.problem)
         d, dv = (configs.padded(x) for x in (self.problem.head_dim, self.problem.value_dim))
         d = max(d, 64)  # K is multiplied by dS, and the two must be swizzled alike
-        if self.config.roles:
-            return max(d, 2 * PART), max(dv, 2 * PART)  # a part for each role
         return (d, dv) if self.config.block_q == 2 * ROWS else (2 * PART, dv)
 
     @property
     def p_slots(self) -> int:
         """Tiles of P in shared memory, by roles: two where the next is made before this one has been read."""
-        return 2 if self.config.stages > 2 else 1
+        return 2 if self.config.ahead else 1
 
     @property
     def part(self) -> int:
@@ -252,7 +252,7 @@ def backward(
     config: BackwardConfig | None = None,
 ) -> Gradients:
     """Compute the gradients of a call; see the module's docstring."""
-    traits = traits_of(problem)
+    traits = recompute.traits(problem, by_key=True)
     config = config or configs.choose_backward(problem, traits)
     split = problem.deterministic or wanted.scale
     kinds = packing.kinds(problem.mask, by_key=True)
@@ -281,16 +281,6 @@ def backward(
     dq, sums = backward_queries.dq(problem, inputs, tuple(rows), dout, dlse, sums=wanted.scale)
     dscale = _scale_gradient(inputs.scale, lse, sums) if wanted.scale else None
     return Gradients(dq, dk, dv, None, dscale)
-
-
-def traits_of(problem: Problem) -> configs.BackwardTraits:
-    """Return what decides on the config of a call."""
-    return configs.BackwardTraits(
-        scans=walk.scans(problem, by_key=True),
-        clears_keys=hidden.possible(problem),
-        clears_queries=hidden.dead_queries_possible(problem),
-        pieces=transfers.in_pieces(problem),
-    )
 
 
 def _run(plan: Plan, arrays: Global) -> tuple[jax.Array | None, jax.Array, jax.Array]:
@@ -401,10 +391,8 @@ def _kernel(plan: Plan) -> Any:
 
 def _stacked(plan: Plan, names: list[str], shape: tuple[int, ...]) -> dict[str, Any]:
     """Return a buffer for all vectors of a dtype, by dtype."""
-    dtypes = [_dtype(plan, name) for name in names]
-    return {
-        dtype: plgpu.SMEM((dtypes.count(dtype), *shape), jnp.dtype(dtype)) for dtype in dict.fromkeys(dtypes)
-    }
+    groups = _by_dtype(plan, names).items()
+    return {dtype: plgpu.SMEM((len(group), *shape), jnp.dtype(dtype)) for dtype, group in groups}
 
 
 def _named(plan: Plan, shared: Shared) -> Shared:
@@ -412,8 +400,8 @@ def _named(plan: Plan, shared: Shared) -> Shared:
     name = lambda key: transfers.names(getattr(shared, key), plan.shapes[key])[0]
 
     def vectors(names, stacks):
-        place = {n: [x for x in names if _dtype(plan, x) == _dtype(plan, n)].index(n) for n in names}
-        return {n: stacks[_dtype(plan, n)].at[place[n]] for n in names}
+        groups = _by_dtype(plan, names).items()
+        return {n: stacks[dtype].at[i] for dtype, group in groups for i, n in enumerate(group)}
 
     return shared._replace(
         rows=vectors(plan.rows, shared.rows),
@@ -422,8 +410,11 @@ def _named(plan: Plan, shared: Shared) -> Shared:
     )
 
 
-def _dtype(plan: Plan, name: str) -> str:
-    return jnp.dtype(plan.kinds[name].dtype).name
+def _by_dtype(plan: Plan, names: list[str]) -> dict[str, list[str]]:
+    groups = {}
+    for name in names:
+        groups.setdefault(jnp.dtype(plan.kinds[name].dtype).name, []).append(name)
+    return groups
 
 
 # ---- the loader --------------------------------------------------------------------------------

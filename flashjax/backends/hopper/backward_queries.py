@@ -124,12 +124,7 @@ def dq(
 
     ``starts`` are those of `backward_start`, of `BLOCK_Q` queries a tile.
     """
-    traits = configs.BackwardTraits(
-        scans=walk.scans(problem),
-        clears_keys=hidden.possible(problem),
-        clears_queries=hidden.dead_queries_possible(problem),
-        pieces=transfers.in_pieces(problem),
-    )
+    traits = recompute.traits(problem, by_key=False)
     config = config or configs.choose_queries(problem, traits)
     plan = Plan(problem, traits, config, packing.kinds(problem.mask), sums)
     view = plan.view

@@ -57,7 +57,7 @@ def _play(
     columns = lambda parts: pl.ds(parts.start * plan.part, len(parts) * plan.part)
     own_dq = [part for part in d if part < plan.parts] if plan.adds else []
     dq_type = plgpu.ACC((ROWS, plan.part), jnp.float32)
-    ahead = config.stages > 2
+    capped = problem.softcap is not None
     # Behind barriers: the loop would otherwise keep addresses of shared memory in registers.
     anew = lax.optimization_barrier
     slot_of = lambda n: anew(lax.rem(n, jnp.int32(2)))
@@ -86,11 +86,10 @@ def _play(
             p = recompute.hide(plan, shared.cols, stage, place.partial, lambda: place.q0, rows, p)
             plgpu.barrier_wait(barriers.taken.at[P_TAKEN + p_slot])
             shared.p.at[p_slot][...] = p.astype(dtype)
-            if slope is not None:
+            if capped:
                 plgpu.barrier_wait(barriers.taken.at[slot])
                 shared.ds.at[slot][...] = (p * slope).astype(dtype)
         else:
-            capped = problem.softcap is not None
             plgpu.barrier_wait(barriers.handed.at[p_slot])
             source = shared.ds.at[slot] if capped else shared.p.at[p_slot]
             p = plgpu.load(source, layout=WGMMA).astype(jnp.float32)
@@ -134,21 +133,21 @@ def _play(
 
     def step(dk_acc, dv_acc, n):
         def products(acc, dq_acc=None):
-            if ahead:
+            if config.ahead:
                 issue_first(acc, n + 1)
             issue_dk_dv(dk_acc, dv_acc, n)
-            if not ahead:
+            if not config.ahead:
                 plgpu.wgmma_wait(0)
                 release(n)
                 issue_first(acc, n + 1)
             if dq_acc is not None:
                 issue_dq(dq_acc, n, own_dq[0])
-            later = (2 if ahead else 0) + (dq_acc is not None)
+            later = (2 if config.ahead else 0) + (dq_acc is not None)
             hand_on(plgpu.wgmma_accumulator_load(acc, wait_n=later), n + 1)
             return None if dq_acc is None else plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
 
         dq = pl.run_scoped(products, plgpu.ACC(TILE, jnp.float32), *[dq_type] * bool(own_dq))
-        if ahead:
+        if config.ahead:
             plgpu.wgmma_wait(0)
             release(n)
         add_dq(dq, n)

@@ -77,6 +77,11 @@ class BackwardConfig(NamedTuple):
         """Compute warpgroups of a block."""
         return 2
 
+    @property
+    def ahead(self) -> bool:
+        """Whether, by roles, the next tile's product is begun before this one's dV and dK."""
+        return self.stages > 2  # with two, its loads would be waited for
+
 
 class QueriesConfig(NamedTuple):
     """How the kernel that computes dQ alone is cut; fields as in `Config`."""
@@ -160,10 +165,10 @@ def choose_backward(problem: Problem, traits: BackwardTraits) -> BackwardConfig:
     """Return the config of the backward pass of a call; see `choose`."""
     widest = max(padded(problem.head_dim), padded(problem.value_dim))
     if widest > 128 or problem.softcap is not None:  # by keys, softcaps spill
-        dims = padded(problem.head_dim), padded(problem.value_dim)
-        columns = [max(x, 128) for x in dims]
+        columns = columns_by_roles(problem)
         # Tiles with more columns than the array move in pieces.
-        registers = (224, 56) if traits.pieces or columns != list(dims) else (240, 24)
+        pieces = traits.pieces or columns != (problem.head_dim, problem.value_dim)
+        registers = (224, 56) if pieces else (240, 24)
         stages = 3 if sum(columns) <= 320 else 2  # as many as shared memory holds
         return BackwardConfig(block_k=64, roles=True, stages=stages, registers=registers)
     # In float16 dP would overflow where the cotangent is scaled up.
@@ -173,6 +178,12 @@ def choose_backward(problem: Problem, traits: BackwardTraits) -> BackwardConfig:
         return BackwardConfig(narrow=narrow, ordered="late", schedule=schedule)
     busy = traits.scans or traits.clears_queries or traits.pieces
     return BackwardConfig(block_q=128, narrow=narrow, registers=(232, 40) if busy else (240, 24))
+
+
+def columns_by_roles(problem: Problem) -> tuple[int, int]:
+    """Return the columns of q and k, and of v, in shared memory: by roles each warpgroup has 64 at least."""
+    d, dv = padded(problem.head_dim), padded(problem.value_dim)
+    return max(d, 128), max(dv, 128)
 
 
 # Registers of a thread that computes and of one that loads: all that a block has, cut otherwise. Three

@@ -151,15 +151,10 @@ def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> t
 
 
 def _traits(problem: Problem) -> configs.Traits:
-    sides = (
-        (problem.query_length, problem.head_dim),
-        (problem.key_length, problem.head_dim),
-        (problem.key_length, problem.value_dim),
-    )
     return configs.Traits(
         scans=walk.scans(problem),
         looks=hidden.possible(problem),
-        pieces=any(transfers.shape(1, ROWS, *side).split for side in sides),
+        pieces=transfers.in_pieces(problem),
     )
 
 

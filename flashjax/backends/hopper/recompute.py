@@ -20,11 +20,25 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.backends.hopper import logits, reading
+from flashjax.backends.hopper import config as configs
+from flashjax.backends.hopper import hidden, logits, reading, transfers, walk
 from flashjax.backends.hopper.logits import LOG2E
+from flashjax.problem import Problem
 
-MET = 4  # which barrier of ``taken`` the compute warpgroups wait for one another at
+# Of the barriers ``taken``, the one at which the compute warpgroups wait for one another. Before it are those
+# of two tiles of dS, and, by roles, of two of P.
+MET = 4
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+
+
+def traits(problem: Problem, by_key: bool) -> configs.BackwardTraits:
+    """Return what decides on the config of a kernel that is by key, or by query."""
+    return configs.BackwardTraits(
+        scans=walk.scans(problem, by_key),
+        clears_keys=hidden.possible(problem),
+        clears_queries=hidden.dead_queries_possible(problem),
+        pieces=transfers.in_pieces(problem),
+    )
 
 
 class Place(NamedTuple):
