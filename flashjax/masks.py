@@ -1,20 +1,13 @@
 """Masks: which keys a query may see, as frozen pytrees that compose with ``&``, ``|`` and ``~``.
 
-A mask is a function of four global indices, ``element(b, h, q, k, **operands) -> bool``, in plain jnp on
-broadcastable arrays: the same lines run in a kernel on one tile and in the oracle on everything. What
-a mask reads besides the indices are its declared operands, arrays tagged with the axes they are indexed
-by: ``"b"`` batch row, ``"h"`` query head, ``"q"`` query position, ``"k"`` key position. From the tag alone
-follows which part of the array a tile needs.
+A mask is a function of four global indices, ``element(b, h, q, k, **operands) -> bool``, with declared
+operands (see `operands`).
 
 A mask may also say what it knows of a whole rectangle, ``tile(b, h, q, k, **operands) -> (empty, full)``,
 where q, k and the operands are ranges of values. Backends never load a tile that is surely empty and
 never mask one that is surely full.
 
-`Mask.resolve` fixes a mask to the sizes of one call: arrays get four dimensions ``[b, h, q, k]`` (each
-size 1 or full), ``align="end"`` becomes an offset. Only resolved masks reach a backend.
-
-An int field (an offset, a window size) is part of the program; an array in its place is data, so that
-changing it costs no new trace.
+`Mask.resolve` fixes a mask to the sizes of one call, where ``align="end"`` becomes an offset.
 """
 
 from __future__ import annotations
@@ -28,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flashjax import problem as checks
-
-_LIMIT = 2**30  # positions and offsets are clipped to +-2^30, so that their sums stay in int32
+from flashjax.operands import Composite, Declared, Indexed, Operand, Sizes, as_position, indices, whole
 
 
 class Range(NamedTuple):
@@ -56,123 +48,16 @@ _NO_LIMIT = 2**31 - 1
 _EVERYTHING = Range(0, _NO_LIMIT)
 
 
-class Operand(NamedTuple):
-    """An array that a mask reads, and the axes it is indexed by.
-
-    Attributes:
-      array: one dimension per letter of ``axes``, each of size 1 or of the full axis.
-      axes: letters of ``"bhqk"`` in this order, for instance ``"bk"`` for one value per row and key.
-      block: how many queries and how many keys share one entry.
-    """
-
-    array: Any
-    axes: str
-    block: tuple[int, int] = (1, 1)
-
-
-class Sizes(NamedTuple):
-    """What a mask is resolved against: B, N, T, S and the lengths, where given."""
-
-    batch: int
-    heads: int
-    query_length: int
-    key_length: int
-    query_lengths: Any = None
-    key_lengths: Any = None
-
-
-# ---- pytree and value semantics --------------------------------------------------------------------
-
-
-def _is_static(value: Any) -> bool:
-    """Whether a field is part of the program; everything else is data."""
-    if isinstance(value, tuple):
-        return all(isinstance(x, int | str) for x in value)
-    return value is None or isinstance(value, int | str) or callable(value)
-
-
-def _flatten(mask: Mask) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    names = [f.name for f in dataclasses.fields(mask)]
-    static = tuple((n, getattr(mask, n)) for n in names if n not in mask._dynamic)
-    return tuple(getattr(mask, n) for n in mask._dynamic), (mask._dynamic, static)
-
-
-def _flatten_with_keys(mask: Mask) -> tuple[Any, Any]:
-    children, aux = _flatten(mask)
-    keys = (jax.tree_util.GetAttrKey(name) for name in mask._dynamic)
-    return tuple(zip(keys, children, strict=True)), aux
-
-
-def _unflattener(cls: type) -> Callable:
-    def unflatten(aux: tuple[Any, ...], children: tuple[Any, ...]) -> Mask:
-        # No checks: JAX rebuilds masks around axis numbers, shapes and other things than arrays.
-        dynamic, static = aux
-        mask = object.__new__(cls)
-        mask._set(_dynamic=dynamic, **dict(static), **dict(zip(dynamic, children, strict=True)))
-        return mask
-
-    return unflatten
-
-
-def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    arrays = (jax.Array, np.ndarray)
-    if isinstance(a, arrays) and isinstance(b, arrays):
-        if checks.is_traced(a) or checks.is_traced(b):
-            return False
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    if isinstance(a, arrays) or isinstance(b, arrays):
-        return False
-    return bool(a == b)
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_hashable(x) for x in value)
-    if isinstance(value, jax.Array | np.ndarray):
-        return value.shape, str(value.dtype)
-    return value
-
-
 # ---- the base ----------------------------------------------------------------------------------
 
 
-class Mask:
+class Mask(Indexed):
     """Base of all masks. True means that the query may attend to the key.
 
     Combine masks with ``&`` (both), ``|`` (either) and ``~`` (not); a boolean array on either side of
     an operator counts as `Dense`. Masks compare and hash by value, and are pytrees: they pass through
     ``jax.jit``, ``jax.vmap`` and ``jax.lax.scan`` like any argument.
     """
-
-    _axes: dict[str, str] = {}  # noqa: RUF012 - constant, overridden per class
-    _dynamic: tuple[str, ...] = ()
-
-    def __init_subclass__(cls) -> None:
-        # One frozen value class a mask; equality and hash are the base's, which know about arrays.
-        dataclasses.dataclass(frozen=True, eq=False)(cls)
-        jax.tree_util.register_pytree_with_keys(cls, _flatten_with_keys, _unflattener(cls), _flatten)
-
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    def _freeze(self, **values: Any) -> None:
-        """Store checked fields and note which of them are data."""
-        self._set(**values)
-        dynamic = [
-            f.name
-            for f in dataclasses.fields(self)
-            if isinstance(getattr(self, f.name), Mask) or not _is_static(getattr(self, f.name))
-        ]
-        self._set(_dynamic=tuple(dynamic))
-
-    def operands(self) -> dict[str, Operand]:
-        """Return the arrays that this mask reads, by name, in the order of its pytree leaves."""
-        return {name: Operand(getattr(self, name), self._axes[name]) for name in self._dynamic}
 
     def element(self, b: Any, h: Any, q: Any, k: Any, **operands: Any) -> jax.Array:
         """Say whether query q of head h in row b may see key k; all arguments broadcast."""
@@ -196,29 +81,6 @@ class Mask:
     def shows_own(self) -> bool:
         """Say whether query i surely sees key i, for every i: then no key up to T is hidden from all."""
         return False
-
-    def resolve(self, sizes: Sizes) -> Mask:
-        """Fix the mask to the sizes of a call; check and reshape its arrays to four dimensions."""
-        values = {}
-        for name, axes in self._axes.items():
-            # Lengths, offsets and window sizes are positions.
-            if axes == "b" and isinstance(getattr(self, name), int):
-                values[name] = max(-_LIMIT, min(_LIMIT, getattr(self, name)))
-        for name, operand in self.operands().items():
-            values[name] = _expand(self._label(name), operand, sizes)
-            if operand.axes == "b":
-                values[name] = _as_position(values[name])
-        return self._replace(**values)
-
-    def _label(self, name: str) -> str:
-        """Name an array in an error."""
-        return f"{type(self).__name__}.{name}"
-
-    def _replace(self, **values: Any) -> Mask:
-        new = object.__new__(type(self))
-        new._set(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
-        new._freeze(**values)
-        return new
 
     def dense(
         self,
@@ -320,17 +182,6 @@ class Mask:
         checks.reject_truth_value(self)
         return False
 
-    def __eq__(self, other: object) -> bool:
-        if type(self) is not type(other):
-            return NotImplemented
-        return all(_same(x, y) for x, y in zip(self._compared(), other._compared(), strict=True))
-
-    def __hash__(self) -> int:
-        return hash((type(self), tuple(_hashable(v) for v in self._compared())))
-
-    def _compared(self) -> list[Any]:
-        return [getattr(self, f.name) for f in dataclasses.fields(self) if f.compare]
-
 
 # ---- the stock masks -------------------------------------------------------------------------------
 
@@ -343,9 +194,9 @@ class _Aligned(Mask):
             keys = sizes.key_length if sizes.key_lengths is None else sizes.key_lengths
             queries = sizes.query_length if sizes.query_lengths is None else sizes.query_lengths
             if not isinstance(keys, int) or not isinstance(queries, int):
-                keys, queries = (_as_position(jnp.asarray(x)) for x in (keys, queries))
+                keys, queries = (as_position(jnp.asarray(x)) for x in (keys, queries))
             self = self._replace(offset=keys - queries, align="start")
-        return Mask.resolve(self, sizes)
+        return super().resolve(sizes)
 
 
 class Causal(_Aligned):
@@ -716,7 +567,7 @@ class BlockSparse(Mask):
         return ~blocks.hi, blocks.lo
 
 
-class CustomMask(Mask):
+class CustomMask(Declared, Mask):
     """Make a mask of a function.
 
     Args:
@@ -755,20 +606,7 @@ class CustomMask(Mask):
         checks.check_function("function", function)
         if bounds is not None:
             checks.check_function("bounds", bounds)
-        checked = [checks.check_operand(name, operand) for name, operand in operands.items()]
-        self._set(function=function, bounds=bounds, names=tuple(operands), _dynamic=("arrays",))
-        self._set(**{n: tuple(x[i] for x in checked) for i, n in enumerate(("arrays", "axes", "blocks"))})
-
-    def operands(self):
-        parts = zip(self.names, self.arrays, self.axes, self.blocks, strict=True)
-        return {name: Operand(*rest) for name, *rest in parts}
-
-    def resolve(self, sizes):
-        arrays = tuple(_expand(f"operand {n}", o, sizes) for n, o in self.operands().items())
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        new = object.__new__(CustomMask)
-        new._set(**fields | {"arrays": arrays, "axes": ("bhqk",) * len(arrays)}, _dynamic=("arrays",))
-        return new
+        self._declare(operands, function=function, bounds=bounds)
 
     def element(self, b, h, q, k, **operands):
         return checks.check_seen(self.function(b, h, q, k, **operands))
@@ -782,30 +620,12 @@ class CustomMask(Mask):
 # ---- the algebra -----------------------------------------------------------------------------------
 
 
-class _Composite(Mask):
-    """What And, Or and Not share: operands of the parts under names with a prefix."""
-
-    def _parts(self) -> tuple[Mask, ...]:
-        return tuple(getattr(self, name) for name in self._dynamic)
-
-    def operands(self):
-        return {
-            f"{i}.{name}": operand
-            for i, part in enumerate(self._parts())
-            for name, operand in part.operands().items()
-        }
+class _Composite(Composite, Mask):
+    """What And, Or and Not share."""
 
     def _each(self, method: str, operands: dict[str, Any], *position: Any) -> list[Any]:
-        results = []
-        for i, part in enumerate(self._parts()):
-            own = {n.split(".", 1)[1]: x for n, x in operands.items() if n.startswith(f"{i}.")}
-            results.append(getattr(part, method)(*position, **own))
-        return results
-
-    def resolve(self, sizes):
-        return self._replace(
-            **{n: p.resolve(sizes) for n, p in zip(self._dynamic, self._parts(), strict=True)}
-        )
+        parts = self.parts().items()
+        return [getattr(part, method)(*position, **self.own(name, operands)) for name, part in parts]
 
 
 class _Pair(_Composite):
@@ -836,7 +656,7 @@ class And(_Pair):
         return _both(*self._each("seen_by", operands, b, h, k))
 
     def shows_own(self):
-        return all(part.shows_own() for part in self._parts())
+        return all(part.shows_own() for part in self.parts().values())
 
 
 class Or(_Pair):
@@ -857,7 +677,7 @@ class Or(_Pair):
         return _either(*self._each("seen_by", operands, b, h, k))
 
     def shows_own(self):
-        return any(part.shows_own() for part in self._parts())
+        return any(part.shows_own() for part in self.parts().values())
 
 
 class Not(_Composite):
@@ -926,40 +746,6 @@ def from_arguments(
 
 
 # ---- arrays of masks -------------------------------------------------------------------------------
-
-
-def indices(*sizes: int) -> list[jax.Array]:
-    """Return one int32 index array per axis, each broadcastable to ``sizes``: as `numpy.ix_` would."""
-    count = len(sizes)
-    return [
-        jnp.arange(n, dtype=jnp.int32).reshape([-1 if i == axis else 1 for i in range(count)])
-        for axis, n in enumerate(sizes)
-    ]
-
-
-def whole(operand: Operand, q: jax.Array, k: jax.Array) -> jax.Array:
-    """Give a resolved operand one entry per query and key position, ready to broadcast."""
-    array = operand.array
-    for axis, position, block in ((2, q, operand.block[0]), (3, k, operand.block[1])):
-        if block > 1 and array.shape[axis] > 1:
-            array = jnp.take(array, position.reshape(-1) // block, axis=axis)
-    return array
-
-
-def _expand(name: str, operand: Operand, sizes: Sizes) -> jax.Array:
-    """Check an operand against the call and give it the four dimensions [b, h, q, k]."""
-    array, axes, block = operand
-    tiled = (-(-sizes.query_length // block[0]), -(-sizes.key_length // block[1]))
-    full = dict(zip("bhqk", (sizes.batch, sizes.heads, *tiled), strict=True))
-    checks.check_operand_shape(name, array.shape, tuple(full[a] for a in axes), axes, block)
-    given = dict(zip(axes[::-1], array.shape[::-1], strict=False))
-    return array.reshape([given.get(a, 1) for a in "bhqk"])
-
-
-def _as_position(x: jax.Array) -> jax.Array:
-    """Convert to int32, clipped so that the sum of two positions does not overflow."""
-    info = jnp.iinfo(x.dtype)
-    return jnp.clip(x, max(info.min, -_LIMIT), min(info.max, _LIMIT)).astype(jnp.int32)
 
 
 def _as_range(value: Any) -> Range:

@@ -387,8 +387,11 @@ def check_seen(seen: Any) -> jax.Array:
     return seen
 
 
-def check_operand(name: str, operand: Any) -> tuple[jax.Array, str, tuple[int, int]]:
-    """Check a declared operand of a CustomMask: its name, its array and the axes that its tag names."""
+def check_operand(name: str, operand: Any, relative: bool) -> tuple[jax.Array, str, tuple[int, int]]:
+    """Check a declared operand of a function: its name, its array and the axes that its tag names.
+
+    ``relative`` says whether it may be indexed by the relative position, which goes with no block size.
+    """
     if name in "bhqk":
         raise ValueError(f"an operand is named {name!r}, which is an index of the function; rename it")
     if not isinstance(operand, tuple) or len(operand) not in (2, 3):
@@ -398,12 +401,15 @@ def check_operand(name: str, operand: Any) -> tuple[jax.Array, str, tuple[int, i
         )
     array = check_array(f"operand {name}", operand[0])
     axes, block = operand[1], (operand[2] if len(operand) == 3 else (1, 1))
-    ordered = isinstance(axes, str) and "".join(a for a in "bhqk" if a in axes) == axes
-    if not ordered:
+    tags = ("bhqk", "bhr") if relative else ("bhqk",)
+    if not any(isinstance(axes, str) and "".join(a for a in t if a in axes) == axes for t in tags):
+        more = ", or 'r' in the place of q and k for the relative position" if relative else ""
         raise ValueError(
             f"operand {name} has axes {axes!r}; it must name its dimensions by letters of 'bhqk' in "
-            "this order (batch, head, query, key), for instance 'bk'"
+            f"this order (batch, head, query, key), for instance 'bk'{more}"
         )
+    if relative and tuple(block) != (1, 1):
+        raise ValueError(f"operand {name} has block {block!r}; only an operand of a mask may have one")
     if array.ndim != len(axes):
         raise ValueError(
             f"operand {name} has {array.ndim} dimensions and axes {axes!r} name {len(axes)}; they must match"
@@ -420,7 +426,7 @@ def check_operand_shape(
 ) -> None:
     """Check that an operand broadcasts to the sizes of its axes."""
     if len(shape) > len(full) or any(n not in (1, m) for n, m in zip(shape[::-1], full[::-1], strict=False)):
-        letters = {"b": "B", "h": "N", "q": "T", "k": "S"}
+        letters = {"b": "B", "h": "N", "q": "T", "k": "S", "r": "T + S - 1"}
         note = ""
         if block != (1, 1):
             letters |= {"q": "T / block_size", "k": "S / block_size"}

@@ -19,7 +19,8 @@ Source: Dao et al., "FlashAttention" (2022), appendix B.2; the term dL follows f
 import jax
 import jax.numpy as jnp
 
-from flashjax import dropout, masks, scores, softmax
+from flashjax import dropout, scores, softmax
+from flashjax.operands import indices, whole
 from flashjax.problem import Gradients, Inputs, Problem, Wanted
 
 
@@ -35,7 +36,7 @@ def _repeat(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array, jax
 
 def _positions(problem: Problem) -> list[jax.Array]:
     """Return b, h, q, k as broadcastable int32 arrays."""
-    b, h, q, k = masks.indices(problem.batch, problem.heads, problem.query_length, problem.key_length)
+    b, h, q, k = indices(problem.batch, problem.heads, problem.query_length, problem.key_length)
     return [b % problem.batch_period, h, q, k]
 
 
@@ -50,7 +51,7 @@ def _visible(problem: Problem, inputs: Inputs) -> jax.Array:
     if inputs.mask is None:
         return jnp.ones(shape, bool)
     operands = {
-        name: _rows(problem, masks.whole(operand, q, k)) for name, operand in inputs.mask.operands().items()
+        name: _rows(problem, whole(operand, q, k)) for name, operand in inputs.mask.operands().items()
     }
     return jnp.broadcast_to(inputs.mask.element(b, h, q, k, **operands), shape)
 

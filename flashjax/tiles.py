@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax import masks
 from flashjax.masks import Mask, Range
+from flashjax.operands import indices
 
 
 class Blocks(NamedTuple):
@@ -128,7 +128,7 @@ def dense(mask: Mask, blocks: Blocks, batch: int, heads: int) -> tuple[jax.Array
     Returns:
       ``(empty, full)``, boolean ``[B, N, tiles of queries, tiles of keys]``.
     """
-    b, h, i, j = masks.indices(batch, heads, blocks.count_q, blocks.count_k)
+    b, h, i, j = indices(batch, heads, blocks.count_q, blocks.count_k)
     return classify(mask, summarize(mask, blocks), blocks, b, h, i, j)
 
 

@@ -247,7 +247,7 @@ RANGES = {
         ["query_lengths", "key_lengths"],
         lambda q, k, queries, keys: (q < queries) & (k < keys),
     ),
-    "not": (lambda x: ~Lengths(None, x), ["0.key_lengths"], lambda q, k, keys: k >= keys),
+    "not": (lambda x: ~Lengths(None, x), ["mask.key_lengths"], lambda q, k, keys: k >= keys),
 }
 
 
