@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.plot import BASELINE
 from flashjax import Segments, SlidingWindow, flash_attention, masks, tiles
+from flashjax.operands import Sizes
 
 SCORES_LIMIT = 8e9  # bytes of float32 scores up to which attention that stores them takes part
 TILE = 128  # side of the tiles that `Row.visited_pairs` counts
@@ -108,7 +109,7 @@ class Row:
         t, ids = self.length, None if self.documents is None else Segments(self.document_ids())
         mask = masks.from_arguments(
             ids,
-            masks.Sizes(self.batch, 1, t, t),
+            Sizes(self.batch, 1, t, t),
             is_causal=self.causal,
             query_seq_lengths=None,
             key_value_seq_lengths=self.key_lengths() if self.lengths else None,

@@ -6,23 +6,29 @@
 
 from flashjax.api import explain, flash_attention
 from flashjax.masks import (
+    BlockPattern,
     BlockSparse,
     Causal,
     CustomMask,
     Dense,
     Lengths,
     Mask,
-    Operand,
     PrefixLM,
     Range,
     Segments,
     SlidingWindow,
+    packed,
 )
+from flashjax.operands import Operand
 from flashjax.problem import UnsupportedError
+from flashjax.scores import Alibi, RelativePositionBias, ScoreFunction
+from flashjax.weights import attention_weights
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Alibi",
+    "BlockPattern",
     "BlockSparse",
     "Causal",
     "CustomMask",
@@ -32,9 +38,13 @@ __all__ = [
     "Operand",
     "PrefixLM",
     "Range",
+    "RelativePositionBias",
+    "ScoreFunction",
     "Segments",
     "SlidingWindow",
     "UnsupportedError",
+    "attention_weights",
     "explain",
     "flash_attention",
+    "packed",
 ]

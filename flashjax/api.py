@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from flashjax import backends, masks
+from flashjax import backends, masks, scores
 from flashjax import problem as problems
+from flashjax.operands import Sizes
 from flashjax.problem import Inputs, Problem, Wanted
 
 RESIDUAL_NAMES = ("flash_attention_out", "flash_attention_lse")
@@ -27,6 +28,10 @@ def flash_attention(
     bias: Any = None,
     mask: Any = None,
     *,
+    position_bias: Any = None,
+    alibi_slopes: Any = None,
+    score_fn: Any = None,
+    sinks: Any = None,
     scale: Any = None,
     is_causal: bool = False,
     query_seq_lengths: Any = None,
@@ -45,16 +50,26 @@ def flash_attention(
     .. math::
         \mathrm{out} = \mathrm{softmax}(\mathrm{softcap}(\mathrm{scale}\, Q K^T) + \mathrm{bias}) V
 
-    where only the keys that the mask shows take part. Letters: B batch, T queries, S keys, N query heads,
-    K key/value heads, G = N / K, D head dim of query and key, Dv of value.
+    where bias is the sum of all that is added, ``score_fn`` comes after it, and only the keys that the mask
+    shows take part. Letters: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, D head
+    dim of query and key, Dv of value.
 
     Args:
       query: ``[B, T, N, D]`` or ``[T, N, D]``; float16, bfloat16, float32 or float64.
       key: ``[B, S, K, D]`` or ``[S, K, D]``, dtype of query. N must be a multiple of K; query head h reads
         key/value head ``h // G`` (grouped-query attention; K = 1 is multi-query attention).
       value: ``[B, S, K, Dv]`` or ``[S, K, Dv]``, dtype of query. Dv may differ from D.
-      bias: added to the logits after softcap; broadcastable to ``[B, N, T, S]``, any floating dtype.
+      bias: added to the logits after softcap; broadcastable to ``[B, N, T, S]``, any floating dtype. Its
+        gradient has its own shape: sums over what it was broadcast along are never stored apart.
       mask: boolean array broadcastable to ``[B, N, T, S]``, True where a query may attend, or a `Mask`.
+      position_bias: added likewise, by relative position in linear memory: a `RelativePositionBias`, or an
+        array ``[N, T + S - 1]`` (or without N, or ``[B, N, T + S - 1]``), where query i and key j meet at
+        ``j - i + T - 1``.
+      alibi_slopes: ``[N]`` or ``[B, N]``: adds ``-slope * abs(i - j)``; an `Alibi` aligns positions.
+      score_fn: changes each logit after that, and before the mask: ``function(score, b, h, q, k)``, or a
+        `ScoreFunction` with operands of its own.
+      sinks: a logit per head ``[N]``, or a scalar for all, that joins the sum of exponentials and has no
+        value; 0.0 is "softmax off by one". A head without one has -inf.
       scale: multiplies the logits; a real scalar, which may be traced. None is ``1 / sqrt(D)``; 0.0 is a
         value like any other.
       is_causal: let query i see keys 0..i, also where T and S differ. ``mask=Causal(align="end")`` aligns
@@ -78,9 +93,9 @@ def flash_attention(
 
     Returns:
       ``out``, ``[B, T, N, Dv]`` or ``[T, N, Dv]``, dtype of query. With ``return_residual``,
-      ``(out, lse)``: ``lse`` is the natural log-sum-exp of each row's visible logits, ``[B, T, N]`` or
-      ``[T, N]``, float32 (float64 for float64 inputs), before dropout. A row that sees no key has
-      ``out = 0``, ``lse = -inf`` and zero gradient.
+      ``(out, lse)``: ``lse`` is the natural log-sum-exp of each row's visible logits and of the sink,
+      ``[B, T, N]`` or ``[T, N]``, float32 (float64 for float64 inputs), before dropout. A row that sees no
+      key has ``out = 0``, ``lse = -inf`` (or the sink) and zero gradient.
 
     Raises:
       ValueError, TypeError: an argument is wrong; the message names it, what it is and what it must be.
@@ -111,6 +126,10 @@ def flash_attention(
         value,
         bias,
         mask,
+        position_bias=position_bias,
+        alibi_slopes=alibi_slopes,
+        score_fn=score_fn,
+        sinks=sinks,
         scale=scale,
         is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
@@ -177,6 +196,8 @@ def attend(
         shape = (problem.batch, problem.query_length, problem.heads, problem.value_dim)
         out = jnp.zeros(shape, problem.dtype)
         lse = jnp.full(shape[:3], -jnp.inf, problem.accumulator)
+        if problem.sinks:
+            lse = jnp.broadcast_to(inputs.sinks[:, None, :, 0, 0], shape[:3])
     else:
         out, lse = _attention_jit(backend, problem, _vary_alike(inputs))
         lse = lse.swapaxes(1, 2)
@@ -192,24 +213,32 @@ def _prepare(
     bias: Any,
     mask: Any,
     *,
+    position_bias: Any = None,
+    alibi_slopes: Any = None,
+    score_fn: Any = None,
+    sinks: Any = None,
     is_causal: Any,
     query_seq_lengths: Any,
     key_value_seq_lengths: Any,
     local_window_size: Any,
     **options: Any,
 ) -> tuple[Problem, Inputs]:
-    """Check a call and split it; all the arguments that hide something become one mask."""
+    """Check a call and split it; all the arguments that hide something become one mask, and all that change a
+    logit become one value too."""
     query, key, value = problems.check_qkv(query, key, value)
     batch, length, heads, _ = query.shape
-    mask = masks.from_arguments(
+    sizes = Sizes(batch, heads, length, key.shape[1])
+    whole_mask = masks.from_arguments(
         mask,
-        masks.Sizes(batch, heads, length, key.shape[1]),
+        sizes,
         is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size,
     )
-    return problems.make(query, key, value, bias, mask, **options)
+    sizes = sizes._replace(query_lengths=query_seq_lengths, key_lengths=key_value_seq_lengths)
+    changes = scores.from_arguments(bias, position_bias, alibi_slopes, score_fn, sizes)
+    return problems.make(query, key, value, changes, whole_mask, sinks=sinks, **options)
 
 
 def _vary_alike(inputs: Inputs) -> Inputs:
@@ -256,7 +285,16 @@ def _first_order_only(run: Any) -> Any:
 def _attention_fwd(backend: backends.Backend, problem: Problem, primals: Inputs) -> Any:
     inputs = jax.tree.map(lambda x: x.value, primals)
     perturbed = lambda x: x is not None and x.perturbed
-    wanted = Wanted(bias=perturbed(primals.bias), scale=perturbed(primals.scale))
+    names = [] if inputs.scores is None else inputs.scores.operands()
+    wanted = Wanted(
+        scores=tuple(
+            name
+            for name, x in zip(names, jax.tree.leaves(primals.scores), strict=True)
+            if x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating)
+        ),
+        scale=perturbed(primals.scale),
+        sinks=perturbed(primals.sinks),
+    )
     run = _first_order_only(functools.partial(backends.run_forward, backend, problem))
     out, lse = _vary_like(run(inputs), inputs)
     out = checkpoint_name(out, RESIDUAL_NAMES[0])
@@ -274,7 +312,8 @@ def _attention_bwd(backend: backends.Backend, problem: Problem, saved: Any, cota
         dlse = None
     run = _first_order_only(lambda *x: backends.run_backward(backend, problem, *x, wanted))
     gradients = _vary_like(run(inputs, out, lse, dout, dlse), inputs)
-    return (Inputs(**gradients._asdict()),)
+    changes = inputs.scores if inputs.scores is None else inputs.scores.with_gradients(gradients.scores)
+    return (Inputs(**gradients._replace(scores=changes)._asdict()),)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)

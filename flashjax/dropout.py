@@ -1,8 +1,9 @@
 """The keep mask of attention dropout: a pure function of the key and four global indices.
 
-Nothing is drawn and nothing is stored. Each weight's 32 random bits are a hash of (key, batch, head,
+Nothing is drawn and nothing is stored. Each weight's 16 random bits are a hash of (key, batch, head,
 query position, key position), so the forward pass, its recomputation, the backward pass, any backend,
-any tile size and any sharding agree on them bit for bit.
+any tile size and any sharding agree on them bit for bit. With 16 bits, the rate counts to the nearest
+multiple of 2**-16.
 
 The hash is cheap where it is dense. A row (batch, head, query) and a column (key position) get strong
 words of their own, and one round of two multiplications joins them:
@@ -13,7 +14,11 @@ The row enters twice with independent words. With one word alone, two rows whose
 by the difference of two column words would share part of their pattern. The second enters by xor: added, it
 would only shift the product that follows, and rows that share their first word would still look alike.
 
-Only uint32 add, xor, shift and multiply: a kernel evaluates it for its own tile.
+A word decides for two keys, ``k`` and ``k ^ 8``, which share their column: its lower half for the key
+whose position has bit 3 clear, its upper half for the other. So a kernel in which a thread holds both
+(as in the accumulators of a GPU's matrix products) does the round once for two weights.
+
+Only uint32 arithmetic and bit operations: a kernel evaluates it for its own tile.
 
 Source: the mixing constants are those of Wellons, "Prospecting for hash functions" (2018).
 """
@@ -23,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _GOLDEN = 0x9E3779B9
+_PAIR = 8  # the bit by which the positions of two keys that share a word differ
 
 
 def _u32(x: int | jax.Array) -> np.uint32 | jax.Array:
@@ -48,8 +54,39 @@ def key_words(key: jax.Array) -> jax.Array:
 
 
 def threshold(rate: float) -> int:
-    """Return the 32-bit number below which a weight's bits mean that it is dropped."""
-    return min(round(rate * 2**32), 2**32 - 1)
+    """Return the 16-bit number below which a weight's bits mean that it is dropped."""
+    return min(round(rate * 2**16), 2**16 - 1)
+
+
+def row_words(
+    words: tuple[jax.Array, jax.Array], b: jax.Array, h: jax.Array, q: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the two uint32 words of rows (batch row, query head, query position)."""
+    first, second = words
+    row_a = _mix(_u32(q) + _mix(_u32(h) + _mix(_u32(b) ^ first)))
+    row_b = _mix(_u32(q) ^ _mix(_u32(h) ^ _mix(_u32(b) + second)))
+    return row_a, row_b
+
+
+def column_words(words: tuple[jax.Array, jax.Array], k: jax.Array) -> jax.Array:
+    """Return the uint32 word of key positions: ``k`` and ``k ^ 8`` have the same."""
+    first, second = words
+    return _mix((_u32(k) & ~_u32(_PAIR)) + _mix(first + second))
+
+
+def join(column: jax.Array, row_a: jax.Array, row_b: jax.Array) -> jax.Array:
+    """Join the words of a row and a column to the uint32 word that decides for two weights."""
+    x = (column ^ row_a) * _u32(0x7FEB352D)
+    x = x ^ (x >> _u32(15)) ^ row_b
+    x = x * _u32(0x846CA68B)
+    return x ^ (x >> _u32(16))
+
+
+def decide(x: jax.Array, k: jax.Array, rate: float) -> jax.Array:
+    """Say whether the weight of key position ``k`` survives, given its word: one half of the word decides."""
+    # Bring its half to the top. What stands below cannot change a comparison with a multiple of 2**16.
+    lower = (~_u32(k) & _u32(_PAIR)) << _u32(1)
+    return (x << lower) >= _u32(threshold(rate) << 16)
 
 
 def keep(
@@ -67,16 +104,10 @@ def keep(
       b, h, q, k: batch row, query head, query position and key position, global, int32, broadcastable
         to one another. Give ``q`` a size of 1 along the key axis and ``k`` one along the query axis:
         only the joining round is then done per weight.
-      rate: probability of being dropped, in [0, 1).
+      rate: probability of being dropped, in [0, 1). It counts to the nearest multiple of 2**-16, and no
+        rate drops everything: the largest counts as 1 - 2**-16.
 
     Returns:
       A boolean array of the broadcast shape, True where the weight is kept.
     """
-    first, second = words
-    row_a = _mix(_u32(q) + _mix(_u32(h) + _mix(_u32(b) ^ first)))
-    row_b = _mix(_u32(q) ^ _mix(_u32(h) ^ _mix(_u32(b) + second)))
-    column = _mix(_u32(k) + _mix(first + second))
-    x = (column ^ row_a) * _u32(0x7FEB352D)
-    x = x ^ (x >> _u32(15)) ^ row_b
-    x = x * _u32(0x846CA68B)
-    return (x ^ (x >> _u32(16))) >= _u32(threshold(rate))
+    return decide(join(column_words(words, k), *row_words(words, b, h, q)), k, rate)

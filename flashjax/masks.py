@@ -13,15 +13,28 @@ never mask one that is surely full.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from flashjax import problem as checks
-from flashjax.operands import Composite, Declared, Indexed, Operand, Sizes, as_position, indices, whole
+from flashjax.operands import (
+    LIMIT,
+    Aligned,
+    Composite,
+    Declared,
+    Indexed,
+    Operand,
+    Sizes,
+    as_position,
+    indices,
+    whole,
+)
 
 
 class Range(NamedTuple):
@@ -186,20 +199,7 @@ class Mask(Indexed):
 # ---- the stock masks -------------------------------------------------------------------------------
 
 
-class _Aligned(Mask):
-    """What masks share that count from a shifted query position ``q + offset``."""
-
-    def resolve(self, sizes: Sizes) -> Mask:
-        if self.align == "end":
-            keys = sizes.key_length if sizes.key_lengths is None else sizes.key_lengths
-            queries = sizes.query_length if sizes.query_lengths is None else sizes.query_lengths
-            if not isinstance(keys, int) or not isinstance(queries, int):
-                keys, queries = (as_position(jnp.asarray(x)) for x in (keys, queries))
-            self = self._replace(offset=keys - queries, align="start")
-        return super().resolve(sizes)
-
-
-class Causal(_Aligned):
+class Causal(Aligned, Mask):
     """Let query i see keys ``<= i + offset``.
 
     Args:
@@ -248,7 +248,7 @@ class Causal(_Aligned):
         return isinstance(self.offset, int) and self.offset >= 0
 
 
-class SlidingWindow(_Aligned):
+class SlidingWindow(Aligned, Mask):
     """Let query i see keys from ``i + offset - left`` to ``i + offset + right``, both included.
 
     Args:
@@ -291,26 +291,12 @@ class SlidingWindow(_Aligned):
 
     def element(self, b, h, q, k, **operands):
         left, right, offset = self._bounds(operands)
-        distance = k - (q + offset)
-        visible = jnp.ones_like(distance, dtype=bool)
-        if left is not None:
-            visible = distance >= -left
-        if right is not None:
-            visible = visible & (distance <= right)
-        return visible
+        return _within(k - (q + offset), left, right)
 
     def tile(self, b, h, q, k, **operands):
         left, right, offset = self._bounds(operands)
         low, high = _as_range(offset)
-        nearest, farthest = k.lo - q.hi - high, k.hi - q.lo - low
-        empty, full = jnp.zeros_like(nearest, dtype=bool), jnp.ones_like(nearest, dtype=bool)
-        if left is not None:
-            left = _as_range(left)
-            empty, full = empty | (farthest < -left.hi), full & (nearest >= -left.lo)
-        if right is not None:
-            right = _as_range(right)
-            empty, full = empty | (nearest > right.hi), full & (farthest <= right.lo)
-        return empty, full
+        return _tile_within(Range(k.lo - q.hi - high, k.hi - q.lo - low), left, right)
 
     def span(self, b, h, q, **operands):
         left, right, offset = self._bounds(operands)
@@ -338,6 +324,36 @@ class SlidingWindow(_Aligned):
             return False
         reaches = self.left is None or self.left >= self.offset
         return reaches and (self.right is None or self.right >= -self.offset)
+
+
+class Between(Mask):
+    """Let query i see keys from ``first[i]`` to ``last[i]``, both included.
+
+    Args:
+      first, last: int32 ``[B, T]`` or ``[T]``. A query whose last key comes before its first sees none.
+
+    Raises:
+      TypeError: the keys are not integers.
+
+    Example:
+      >>> print(Between([0, 3], [1, 4]).picture(2, 5))
+      ██···
+      ···██
+    """
+
+    first: Any
+    last: Any
+    _axes = {"first": "bq", "last": "bq"}  # noqa: RUF012
+
+    def __post_init__(self) -> None:
+        names = ("first", "last")
+        self._freeze(**{n: checks.check_integers(f"Between.{n}", getattr(self, n)) for n in names})
+
+    def element(self, b, h, q, k, *, first, last):
+        return (k >= first) & (k <= last)
+
+    def tile(self, b, h, q, k, *, first, last):
+        return (k.hi < first.lo) | (k.lo > last.hi), (k.lo >= first.hi) & (k.hi <= last.lo)
 
 
 class Segments(Mask):
@@ -374,6 +390,54 @@ class Segments(Mask):
             checks.check_same_ids(query_ids, key_ids)
         same = self.key_ids is None or self.key_ids is self.query_ids
         self._freeze(query_ids=query_ids, key_ids=key_ids, same=same)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        query_cu_seqlens: Any,
+        key_cu_seqlens: Any = None,
+        *,
+        query_length: int,
+        key_length: int | None = None,
+    ) -> Segments:
+        """Make segments of packed documents, which are given by their cumulative lengths.
+
+        Args:
+          query_cu_seqlens: where each document starts among the queries, and where the last one ends:
+            integers ``[documents + 1]`` or ``[B, documents + 1]`` that start at 0 and never fall. They may
+            be traced.
+          key_cu_seqlens: likewise among the keys; None means ``query_cu_seqlens``.
+          query_length: T. Queries from the last end on are padding and see nothing.
+          key_length: S; None means T. Keys from the last end on are padding and are seen by none.
+
+        Returns:
+          `Segments` with rising ids.
+
+        Raises:
+          ValueError: a shape does not fit; or numbers that are in no JAX array do not start at 0, fall, or
+            end beyond the length. (In a JAX array nobody looks.)
+          TypeError: the numbers are not integers, or a length is no Python int.
+
+        Notes:
+          Two equal neighbours are an empty document, so a row with fewer documents repeats its last end.
+          Lengths of documents become cumulative lengths by ``np.cumsum([0, *lengths])``.
+
+        Example:
+          >>> print(Segments.from_cu_seqlens([0, 2, 3], query_length=4).picture(4))
+          ██··
+          ██··
+          ··█·
+          ····
+        """
+        query_length = checks.check_count("query_length", query_length, 0)
+        key_length = query_length if key_length is None else checks.check_count("key_length", key_length, 0)
+        queries = checks.check_cu_seqlens("query_cu_seqlens", query_cu_seqlens, query_length)
+        keys = query_cu_seqlens if key_cu_seqlens is None else key_cu_seqlens
+        name = "query_cu_seqlens" if key_cu_seqlens is None else "key_cu_seqlens"
+        keys = checks.check_cu_seqlens(name, keys, key_length)
+        checks.check_same_documents(queries, keys)
+        # Padding has ids of its own, of queries and of keys, so that a query of it sees no key.
+        return cls(_documents(queries, query_length, 0), _documents(keys, key_length, 1))
 
     def element(self, b, h, q, k, *, query_ids, key_ids):
         dtype = np.promote_types(query_ids.dtype, key_ids.dtype)
@@ -557,6 +621,40 @@ class BlockSparse(Mask):
             block_size=checks.check_block_size(self.block_size),
         )
 
+    @classmethod
+    def from_lists(cls, lists: Any, block_size: Any = 128, *, key_length: int) -> BlockSparse:
+        """Make the table of lists: for each block of queries, the key blocks that it sees.
+
+        Args:
+          lists: numbers of key blocks, integers ``[ceil(T / block), most]`` in any order, filled up with -1;
+            leading dimensions broadcast to ``[B, N]``. They may be traced.
+          block_size: an int, or a pair (queries, keys).
+          key_length: S.
+
+        Returns:
+          `BlockSparse`; its table holds one boolean per block of queries and block of keys.
+
+        Raises:
+          ValueError: a shape or ``block_size`` does not fit; or a number that is in no JAX array lies beyond
+            the last key block. (In a JAX array it sees nothing.)
+          TypeError: the numbers are not integers, or ``key_length`` is no Python int.
+
+        Example:
+          >>> print(BlockSparse.from_lists([[0, -1], [2, 0]], 2, key_length=6).picture(4, 6))
+          ██····
+          ██····
+          ██··██
+          ██··██
+        """
+        block_size = checks.check_block_size(block_size)
+        count = -(-checks.check_count("key_length", key_length, 0) // block_size[1])
+        lists = as_position(checks.check_block_lists(lists, count))
+        numbers = lists.reshape(math.prod(lists.shape[:-1]), lists.shape[-1])
+        numbers = jnp.where(numbers < 0, count, numbers)
+        rows = jnp.arange(numbers.shape[0], dtype=jnp.int32)[:, None]
+        blocks = jnp.zeros((numbers.shape[0], count), bool).at[rows, numbers].set(True, mode="drop")
+        return cls(blocks.reshape(*lists.shape[:-1], count), block_size)
+
     def operands(self):
         return {"blocks": Operand(self.blocks, "bhqk", self.block_size)}
 
@@ -565,6 +663,93 @@ class BlockSparse(Mask):
 
     def tile(self, b, h, q, k, *, blocks):
         return ~blocks.hi, blocks.lo
+
+
+class BlockPattern(Mask):
+    """Let blocks of queries see blocks of keys by a rule: there is no table, whatever the length.
+
+    A block of queries sees its own block of keys, and what each argument adds.
+
+    Args:
+      block_size: positions of a block, of queries and keys alike.
+      local: neighbours on each side: the windows of Longformer and BigBird, of ``2 * local + 1`` blocks.
+      strided: every so-many-th block, counted from the query's own: "strided" in Child et al. (2019).
+      fixed: the last of every so many blocks: "fixed" there.
+      global_blocks: so many blocks at the start see all and are seen by all: the global tokens of
+        Longformer and BigBird.
+
+    Raises:
+      ValueError: a number is too small.
+      TypeError: a number is no Python int.
+
+    Notes:
+      ``& Causal()`` hides the future, inside of a block too. ``BlockPattern(n)`` alone is attention in chunks
+      of n, and ``BlockPattern(8 * 128) | BlockPattern(128, fixed=8)`` both parts of "fixed", for a stride of
+      8 blocks. ``| BlockSparse.from_lists(...)`` adds BigBird's random blocks.
+
+    Example:
+      >>> print((BlockPattern(1, local=1, fixed=4) & Causal()).picture(8))
+      █·······
+      ██······
+      ·██·····
+      ··██····
+      ···██···
+      ···███··
+      ···█·██·
+      ···█··██
+    """
+
+    block_size: int = 128
+    _: dataclasses.KW_ONLY
+    local: int = 0
+    strided: int | None = None
+    fixed: int | None = None
+    global_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"block_size": 1, "local": 0, "strided": 1, "fixed": 1, "global_blocks": 0}
+        for name in ("strided", "fixed"):
+            if getattr(self, name) is None:
+                del least[name]
+        check = lambda name: checks.check_count(f"BlockPattern.{name}", getattr(self, name), least[name])
+        self._freeze(**{name: check(name) for name in least})
+
+    def element(self, b, h, q, k):
+        # What one of q and k alone decides is said in positions: fewer numbers at a time in a kernel.
+        size, local = _clipped(self.block_size), _clipped(self.local)
+        row, column = lax.div(q, size), lax.div(k, size)
+        visible = _within(column - row, local, local)
+        if self.strided is not None:
+            stride = _clipped(self.strided)
+            visible = visible | (lax.rem(row, stride) == lax.rem(column, stride))
+        if self.fixed is not None:
+            period, last = (_clipped(n * self.block_size) for n in (self.fixed, self.fixed - 1))
+            visible = visible | (lax.rem(k, period) >= last)
+        if self.global_blocks:
+            end = _clipped(self.global_blocks * self.block_size)
+            visible = visible | (q < end) | (k < end)
+        return visible
+
+    def tile(self, b, h, q, k):
+        size, local = _clipped(self.block_size), _clipped(self.local)
+        rows, columns = (Range(*(lax.div(x, size) for x in r)) for r in (q, k))
+        distance = Range(columns.lo - rows.hi, columns.hi - rows.lo)
+        empty, full = _tile_within(distance, local, local)
+        if self.strided is not None:
+            none, every = _tile_multiples(distance, _clipped(self.strided))
+            empty, full = empty & none, full | every
+        if self.fixed is not None:
+            after = Range(columns.lo + 1, columns.hi + 1)
+            none, every = _tile_multiples(after, _clipped(self.fixed))
+            empty, full = empty & none, full | every
+        if self.global_blocks:
+            end = _clipped(self.global_blocks * self.block_size)
+            empty = empty & (q.lo >= end) & (k.lo >= end)
+            full = full | (q.hi < end) | (k.hi < end)
+        return empty, full
+
+    def shows_own(self):
+        return True
 
 
 class CustomMask(Declared, Mask):
@@ -615,6 +800,84 @@ class CustomMask(Declared, Mask):
         if self.bounds is None:
             return False, False
         return self.bounds(b, h, q, k, **operands)
+
+
+# ---- packed documents ------------------------------------------------------------------------------
+
+
+def packed(
+    query_cu_seqlens: Any,
+    key_cu_seqlens: Any = None,
+    *,
+    query_length: int,
+    key_length: int | None = None,
+    left: Any = None,
+    right: Any = None,
+    align: str = "start",
+) -> Mask:
+    """Make the mask of packed documents, with a window that counts positions within each document.
+
+    Args:
+      query_cu_seqlens, key_cu_seqlens, query_length, key_length: as in `Segments.from_cu_seqlens`.
+      left: keys to the left of the query's position, besides its own: an int, an integer array (scalar or
+        ``[B]``, may be traced), or None for no limit.
+      right: likewise to the right; ``right=0`` is causal.
+      align: ``"start"`` puts the first query of a document at its first key; ``"end"`` its last query at its
+        last key.
+
+    Returns:
+      `Segments`, and a window where there is a limit; `Between` where the keys have ends of their own, too.
+
+    Raises:
+      ValueError: as in `Segments.from_cu_seqlens`; a size is negative; ``align`` is unknown.
+      TypeError: as there; a size is not integral.
+
+    Example:
+      >>> mask = packed([0, 1, 3], [0, 2, 5], query_length=3, key_length=5, right=0, align="end")
+      >>> print(mask.picture(3, 5))
+      ██···
+      ··██·
+      ··███
+    """
+    align = checks.check_align(align)
+    left, right = checks.check_window("left", left), checks.check_window("right", right)
+    segments = Segments.from_cu_seqlens(
+        query_cu_seqlens, key_cu_seqlens, query_length=query_length, key_length=key_length
+    )
+    if left is None and right is None:
+        return segments
+    if key_cu_seqlens is None or key_cu_seqlens is query_cu_seqlens:
+        # Each document starts at one position among queries and keys, and has as many of both.
+        causal = left is None and isinstance(right, int) and right == 0
+        return segments & (Causal() if causal else SlidingWindow(left, right))
+    return _within_documents(segments.query_ids, query_cu_seqlens, key_cu_seqlens, left, right, align)
+
+
+def _within_documents(
+    ids: jax.Array, query_cu_seqlens: Any, key_cu_seqlens: Any, left: Any, right: Any, align: str
+) -> Between:
+    """Give each query the run of keys of its document that its window shows."""
+    queries, keys = (as_position(jnp.asarray(x)) for x in (query_cu_seqlens, key_cu_seqlens))
+    of_query = jnp.vectorize(lambda x, ids: jnp.take(x, ids, mode="clip"), signature="(d),(t)->(t)")
+    first, last = of_query(keys[..., :-1], ids), of_query(keys[..., 1:], ids) - 1
+    edge = slice(None, -1) if align == "start" else slice(1, None)
+    shift = of_query(keys[..., edge] - queries[..., edge], ids)
+    stands_at = jnp.arange(ids.shape[-1], dtype=jnp.int32) + shift
+    side = lambda x: as_position(jnp.asarray(min(x, LIMIT) if isinstance(x, int) else x))[..., None]
+    if left is not None:
+        first = jnp.maximum(first, stands_at - side(left))
+    if right is not None:
+        last = jnp.minimum(last, stands_at + side(right))
+    real = ids < queries.shape[-1] - 1
+    return Between(jnp.where(real, first, LIMIT), jnp.where(real, last, -1))
+
+
+def _documents(cu_seqlens: jax.Array, length: int, padding: int) -> jax.Array:
+    """Number the document of each position from 0; after the last one comes padding, ``padding`` higher."""
+    ends, positions = as_position(cu_seqlens)[..., 1:], jnp.arange(length, dtype=jnp.int32)
+    find = lambda x: jnp.searchsorted(x, positions, side="right", method="scan_unrolled")
+    ids = jnp.vectorize(find, signature="(d)->(t)")(ends).astype(jnp.int32)
+    return jnp.where(ids < ends.shape[-1], ids, ids + padding)
 
 
 # ---- the algebra -----------------------------------------------------------------------------------
@@ -750,6 +1013,42 @@ def from_arguments(
 
 def _as_range(value: Any) -> Range:
     return value if isinstance(value, Range) else Range(value, value)
+
+
+def _clipped(count: int) -> np.int32:
+    """Return a number of positions or blocks as a kernel takes it."""
+    return np.int32(min(count, LIMIT))
+
+
+def _within(distance: Any, left: Any, right: Any) -> Any:
+    """Say whether keys at a distance from a query lie in its window."""
+    visible = jnp.ones_like(distance, dtype=bool)
+    if left is not None:
+        visible = distance >= -left
+    if right is not None:
+        visible = visible & (distance <= right)
+    return visible
+
+
+def _tile_within(distance: Range, left: Any, right: Any) -> tuple[Any, Any]:
+    """Say whether no distance of a range lies in the window, and whether each does."""
+    nearest, farthest = distance
+    empty, full = jnp.zeros_like(nearest, dtype=bool), jnp.ones_like(nearest, dtype=bool)
+    if left is not None:
+        left = _as_range(left)
+        empty, full = empty | (farthest < -left.hi), full & (nearest >= -left.lo)
+    if right is not None:
+        right = _as_range(right)
+        empty, full = empty | (nearest > right.hi), full & (farthest <= right.lo)
+    return empty, full
+
+
+def _tile_multiples(x: Range, stride: np.int32) -> tuple[Any, Any]:
+    """Say whether a range holds no multiple of the stride, and whether it is but one multiple."""
+    # The same range of absolute values: of these, division rounds down.
+    low, high = jnp.maximum(jnp.maximum(x.lo, -x.hi), 0), jnp.maximum(x.hi, -x.lo)
+    some = lax.div(high, stride) * stride >= low
+    return ~some, some & (low == high)
 
 
 def _both(left: Span | None, right: Span | None) -> Span | None:

@@ -203,6 +203,22 @@ class Composite:
         return self._replace(**{name: part.resolve(sizes) for name, part in self.parts().items()})
 
 
+class Aligned:
+    """Mixed into what counts from a shifted query position ``q + offset``.
+
+    Fields: ``offset`` and ``align``, which is ``"start"`` or ``"end"``.
+    """
+
+    def resolve(self, sizes: Sizes) -> Any:
+        if self.align == "end":
+            keys = sizes.key_length if sizes.key_lengths is None else sizes.key_lengths
+            queries = sizes.query_length if sizes.query_lengths is None else sizes.query_lengths
+            if not isinstance(keys, int) or not isinstance(queries, int):
+                keys, queries = (as_position(jnp.asarray(x)) for x in (keys, queries))
+            self = self._replace(offset=keys - queries, align="start")
+        return super().resolve(sizes)
+
+
 class Declared:
     """Mixed into what is made of a user's function and the operands that are declared with it.
 

@@ -31,9 +31,10 @@ class Inputs(NamedTuple):
       query: ``[B, T, N, D]``.
       key: ``[B, S, K, D]``, dtype of query.
       value: ``[B, S, K, Dv]``, dtype of query.
-      bias: ``[b, n, t, s]``, each size 1 or full, any floating dtype; or None.
-      mask: a resolved `Mask`, whose arrays all have four dimensions; or None.
+      scores: resolved `Scores`, whose arrays all have four dimensions; or None.
+      mask: a resolved `Mask`, likewise; or None.
       scale: ``[b, 1, 1, 1]`` in the dtype of the logits; None means ``1 / sqrt(D)``.
+      sinks: ``[b, N, 1, 1]``, likewise; None adds nothing to the sum of exponentials.
       dropout_words: two uint32 words ``[b, 2]``; or None.
 
     A leading size ``b`` divides the batch: row ``r`` of the batch reads row ``r % b``.
@@ -42,29 +43,40 @@ class Inputs(NamedTuple):
     query: Any
     key: Any
     value: Any
-    bias: Any = None
+    scores: Any = None
     mask: Any = None
     scale: Any = None
+    sinks: Any = None
     dropout_words: Any = None
 
 
 class Gradients(NamedTuple):
-    """Gradients of one call, in the shapes and dtypes of the inputs of the same names."""
+    """Gradients of one call, in the shapes and dtypes of the inputs of the same names.
+
+    ``scores`` holds those of operands that are wanted, by name.
+    """
 
     query: Any
     key: Any
     value: Any
-    bias: Any = None
+    scores: dict[str, Any]
     scale: Any = None
+    sinks: Any = None
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Which of the optional gradients a backward pass must compute."""
+    """Which of the optional gradients a backward pass must compute.
 
-    bias: bool = False
+    Attributes:
+      scores: names of operands of `Inputs.scores`.
+      scale, sinks: whether that of the scale, of the sinks.
+    """
+
+    scores: tuple[str, ...] = ()
     scale: bool = False
+    sinks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +87,10 @@ class Problem:
       batch, query_length, key_length, heads, kv_heads, head_dim, value_dim: B, T, S, N, K, D, Dv.
       dtype: the common dtype of query, key and value.
       mask: the resolved mask with shapes in place of its arrays, None without a mask.
-      bias: shape and dtype of the bias, None without one.
+      scores: the resolved scores likewise, None without any.
       scaled: whether a scale was given; otherwise it is ``1 / sqrt(D)``.
       softcap: bound on the scaled products, None without one.
+      sinks: whether each head has a sink.
       dropout_rate: in [0, 1).
       broadcast_dropout: whether all rows and heads share one keep mask.
       precision: what `jax.lax.dot_general` takes under that name.
@@ -95,9 +108,10 @@ class Problem:
     value_dim: int
     dtype: Any
     mask: Any = None
-    bias: Any = None
+    scores: Any = None
     scaled: bool = False
     softcap: float | None = None
+    sinks: bool = False
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
     precision: Any = None
@@ -119,9 +133,14 @@ class Problem:
         """``1 / sqrt(D)`` with the true head dim."""
         return 1 / math.sqrt(self.head_dim)
 
-    def with_batch(self, batch: int, mask: Any, bias: Any) -> "Problem":
-        """Return the same call on a larger batch, with the shapes of its mask and bias."""
-        return dataclasses.replace(self, batch=batch, mask=mask, bias=bias)
+    @property
+    def bends(self) -> bool:
+        """Whether logits have a slope of their own by the scaled products."""
+        return self.softcap is not None or not (self.scores is None or self.scores.additive)
+
+    def with_batch(self, batch: int, mask: Any, scores: Any) -> "Problem":
+        """Return the same call on a larger batch, with the shapes of its mask and scores."""
+        return dataclasses.replace(self, batch=batch, mask=mask, scores=scores)
 
     @property
     def empty(self) -> bool:
@@ -354,6 +373,73 @@ def check_block_size(size: Any) -> tuple[int, int]:
     return int(pair[0]), int(pair[1])
 
 
+def check_count(name: str, value: Any, least: int) -> int:
+    """Check a number that is part of the program: a Python int of at least ``least``."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be a Python int, known when the call is traced")
+    if value < least:
+        raise ValueError(f"{name} is {value}; it must be at least {least}")
+    return int(value)
+
+
+def check_cu_seqlens(name: str, x: Any, length: int) -> jax.Array:
+    """Check cumulative lengths of documents that lie along an axis of ``length``.
+
+    Their values are looked at where that means to wait for no device: outside of JAX arrays.
+    """
+    values = None if isinstance(x, jax.Array) else check_array(name, x, np.asarray)
+    x = check_integers(name, x)
+    if x.ndim not in (1, 2) or x.shape[-1] < 2:
+        raise ValueError(
+            f"{name} has shape {x.shape}; it must be [documents + 1] or [B, documents + 1], of at least one "
+            "document: its start, 0, and its end"
+        )
+    if values is None:
+        return x
+    values = values.reshape(-1, values.shape[-1])
+    first, last = values[values[:, 0] != 0, 0], values[values[:, -1] > length, -1]
+    row, at = np.nonzero(values[:, 1:] < values[:, :-1])
+    advice = "for lengths of documents pass np.cumsum([0, *lengths])"
+    if first.size:
+        raise ValueError(f"{name} starts at {first[0]}; it must start at 0: {advice}")
+    if row.size:
+        fall = f"{values[row[0], at[0]]} to {values[row[0], at[0] + 1]}"
+        raise ValueError(f"{name} falls from {fall}; each entry must be at least the one before: {advice}")
+    if last.size:
+        raise ValueError(
+            f"{name} ends at {last[0]}, beyond the length {length}; the documents must fit: cut them, or "
+            "give the true query_length and key_length"
+        )
+    return x
+
+
+def check_same_documents(queries: jax.Array, keys: jax.Array) -> None:
+    """Check that queries and keys have as many documents, in as many rows."""
+    rows = {x.shape[0] for x in (queries, keys) if x.ndim == 2} - {1}
+    if queries.shape[-1] != keys.shape[-1] or len(rows) > 1:
+        raise ValueError(
+            f"query_cu_seqlens has shape {queries.shape} and key_cu_seqlens {keys.shape}; they must hold the "
+            "same documents of the same rows. Repeat an entry where a document has no queries or no keys"
+        )
+
+
+def check_block_lists(lists: Any, count: int) -> jax.Array:
+    """Check lists of numbers of key blocks, below ``count`` where they are in no JAX array."""
+    values = None if isinstance(lists, jax.Array) else check_array("lists", lists, np.asarray)
+    lists = check_integers("lists", lists)
+    if not 2 <= lists.ndim <= 4:
+        raise ValueError(
+            f"lists has shape {lists.shape}; it must be [blocks of queries, most], with up to two leading "
+            "dimensions that broadcast to [B, N]"
+        )
+    if values is not None and (values >= count).any():
+        raise ValueError(
+            f"lists holds {values.max()}, and key_length makes {count} blocks; their numbers must be "
+            f"below {count}, and -1 where a list ends early"
+        )
+    return lists
+
+
 def check_align_with_offset(align: str, offset: Any) -> None:
     if align == "end" and not (isinstance(offset, int) and offset == 0):
         raise ValueError(
@@ -505,8 +591,8 @@ def check_qkv(query: Any, key: Any, value: Any) -> tuple[jax.Array, jax.Array, j
     return q, k, v
 
 
-def check_bias(bias: Any, full: tuple[int, int, int, int]) -> jax.Array | None:
-    """Check the bias and give it four dimensions."""
+def check_bias(bias: Any) -> jax.Array | None:
+    """Check the bias, but for its shape."""
     if bias is None:
         return None
     if hasattr(bias, "element"):
@@ -519,8 +605,96 @@ def check_bias(bias: Any, full: tuple[int, int, int, int]) -> jax.Array | None:
             f"bias has dtype {bias.dtype}; it is added to the logits and must be one of "
             f"{', '.join(FLOATS)}: use bias.astype(jnp.float32), or mask=bias.astype(bool) for a mask"
         )
-    check_operand_shape("bias", bias.shape, full, "bhqk")
-    return bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    return bias
+
+
+def check_floats(name: str, x: Any, use: str, ndims: tuple[int, ...], layout: str) -> jax.Array:
+    """Check a floating array and the number of its dimensions. Abstract shapes pass as they are."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    x = check_array(name, x)
+    if str(x.dtype) not in FLOATS:
+        raise TypeError(f"{name} has dtype {x.dtype}; {use} and must be one of {', '.join(FLOATS)}")
+    if x.ndim not in ndims:
+        raise ValueError(f"{name} has shape {x.shape}; it must be {layout}")
+    return x
+
+
+def check_bucket_table(table: Any, bidirectional: Any) -> jax.Array:
+    """Check the table of a relative position bias."""
+    table = check_floats(
+        "RelativePositionBias.table", table, "it is added to the logits", (2,), "[buckets, heads]"
+    )
+    least = 4 if bidirectional else 2
+    if table.shape[0] < least:
+        raise ValueError(
+            f"RelativePositionBias.table has {table.shape[0]} buckets; it needs at least {least}"
+            + (" where both directions have their own" if bidirectional else "")
+        )
+    return table
+
+
+def check_bucket_heads(table: Any, heads: int) -> None:
+    """Check that a table of buckets is for so many heads."""
+    if table.shape[1] != heads:
+        raise ValueError(
+            f"RelativePositionBias.table has shape {tuple(table.shape)} and query has {heads} heads; the "
+            "table must be [buckets, heads]"
+        )
+
+
+def check_static_int(name: str, value: Any) -> int:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; it must be an int, known when the call is traced")
+    return int(value)
+
+
+def check_max_distance(value: Any) -> int:
+    value = check_static_int("max_distance", value)
+    if value < 1:
+        raise ValueError(f"max_distance is {value}; it must be positive")
+    return value
+
+
+def check_slopes(slopes: Any) -> jax.Array:
+    return check_floats(
+        "alibi_slopes", slopes, "they multiply distances", (1, 2), "[heads] or [batch, heads]"
+    )
+
+
+def check_position_bias(x: Any) -> jax.Array:
+    """Check a bias by relative position that is no `RelativePositionBias`."""
+    layout = "[T + S - 1], [N, T + S - 1] or [B, N, T + S - 1], or a RelativePositionBias"
+    return check_floats("position_bias", x, "it is added to the logits", (1, 2, 3), layout)
+
+
+def check_score_function(value: Any) -> Any:
+    if not callable(value):
+        raise TypeError(
+            f"score_fn is {named(value)}; it must be a function of (score, b, h, q, k) or a ScoreFunction"
+        )
+    return value
+
+
+def check_score(new: Any, old: Any) -> Any:
+    """Check what a score function returned for the logits ``old``."""
+    dtype = getattr(new, "dtype", None)
+    if dtype is None or dtype != old.dtype:
+        raise TypeError(
+            f"score_fn returned {dtype or named(new)}; it must return logits in the dtype of its first "
+            f"argument, {old.dtype}: cast inside with .astype(score.dtype)"
+        )
+    return new
+
+
+def check_sinks(sinks: Any, heads: int) -> jax.Array:
+    """Check the sinks and give them the shape ``[1, N, 1, 1]``."""
+    if isinstance(sinks, numbers.Real) and not isinstance(sinks, bool):
+        sinks = float(sinks)
+    sinks = check_floats("sinks", sinks, "they are logits", (0, 1), f"a scalar or [heads] = [{heads}]")
+    if sinks.ndim and sinks.shape[0] not in (1, heads):
+        raise ValueError(f"sinks has shape {sinks.shape}; it must be a scalar or [heads] = [{heads}]")
+    return jnp.broadcast_to(sinks, (heads,)).reshape(1, heads, 1, 1)
 
 
 def check_mask_type(mask: Any) -> None:
@@ -534,11 +708,12 @@ def make(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    bias: Any,
+    scores: Any,
     mask: Any,
     *,
     scale: Any,
     softcap: Any,
+    sinks: Any,
     dropout_rate: Any,
     dropout_key: Any,
     broadcast_dropout: bool,
@@ -549,9 +724,9 @@ def make(
 
     Args:
       query, key, value: arrays that `check_qkv` has passed.
-      bias: as the user gave it.
+      scores: resolved `Scores` or None (see `scores.from_arguments`).
       mask: a resolved `Mask` or None (see `masks.from_arguments`).
-      scale, softcap, dropout_rate, dropout_key, precision, deterministic: as the user gave them.
+      scale, softcap, sinks, dropout_rate, dropout_key, precision, deterministic: as the user gave them.
       broadcast_dropout: whether all rows and heads share one keep mask.
 
     Returns:
@@ -566,7 +741,6 @@ def make(
         query.shape,
         value.shape,
     )
-    bias = check_bias(bias, (batch, heads, length, key_length))
     rate = check_dropout(dropout_rate, dropout_key)
     words = None
     if rate > 0:
@@ -574,6 +748,8 @@ def make(
     accumulator = accumulator_of(query.dtype)
     if scale is not None:
         scale = check_scale(scale).astype(accumulator).reshape(1, 1, 1, 1)
+    if sinks is not None:
+        sinks = check_sinks(sinks, heads).astype(accumulator)
     problem = Problem(
         batch=batch,
         query_length=length,
@@ -584,16 +760,17 @@ def make(
         value_dim=value_dim,
         dtype=query.dtype,
         mask=abstract(mask),
-        bias=abstract(bias),
+        scores=abstract(scores),
         scaled=scale is not None,
         softcap=check_softcap(softcap),
+        sinks=sinks is not None,
         dropout_rate=rate,
         broadcast_dropout=broadcast_dropout,
         precision=check_precision(precision),
         deterministic=check_flag("deterministic", deterministic),
         batch_period=batch,
     )
-    return problem, Inputs(query, key, value, bias, mask, scale, words)
+    return problem, Inputs(query, key, value, scores, mask, scale, sinks, words)
 
 
 # ---- Flax adapters ---------------------------------------------------------------------------------

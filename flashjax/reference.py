@@ -8,13 +8,15 @@ With ``P = softmax(S)`` over visible keys, ``O = P V`` and ``L = logsumexp(S)``,
 
     dV = P^T dO,   dP = dO V^T,   delta = rowsum(dO * O),
     dS = P * (dP - delta + dL),
-    dQ = scale * dS K,   dK = scale * dS^T Q,   dbias = dS summed over broadcast axes,
+    dQ = scale * dS K,   dK = scale * dS^T Q,
 
-where dS passes through the slope of the softcap on its way to Q and K, and dropout multiplies P in O
-and dP by the keep mask over ``1 - rate``.
+where dS passes back through whatever changed a logit on its way to Q and K, and dropout multiplies P in O
+and dP by the keep mask over ``1 - rate``. A sink is one more key, with the value 0.
 
 Source: Dao et al., "FlashAttention" (2022), appendix B.2; the term dL follows from dL/dS = P.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,11 +70,26 @@ def _kept(problem: Problem, inputs: Inputs) -> jax.Array | float:
     return keep.astype(problem.accumulator) / (1 - problem.dropout_rate)
 
 
-def _logits(problem: Problem, inputs: Inputs, q: jax.Array, k: jax.Array, visible: jax.Array):
+def _logits(problem: Problem, inputs: Inputs, q: jax.Array, k: jax.Array, visible: jax.Array) -> Any:
+    """Return ``(logits, pull, scale)``: ``pull(ds)`` returns the gradients of the scaled products and of the
+    operands of the scores, by name."""
     scale = _rows(problem, inputs.scale) if problem.scaled else problem.default_scale
-    bias = None if inputs.bias is None else _rows(problem, inputs.bias)
-    s, slope = scores.logits(_einsum("bhqd,bhkd->bhqk", q, k), scale, problem.softcap, bias)
-    return jnp.where(visible, s, -jnp.inf), slope, scale
+    s, slope = scores.logits(_einsum("bhqd,bhkd->bhqk", q, k), scale, problem.softcap)
+    if inputs.scores is None:
+        return jnp.where(visible, s, -jnp.inf), lambda ds: (scores.through_softcap(ds, slope), {}), scale
+    position, operands = _positions(problem), inputs.scores.operands()
+
+    def change(s, arrays):
+        spread = lambda n, x: _rows(problem, whole(x._replace(array=arrays[n]), *position[2:]))
+        return inputs.scores.apply(s, position, {n: spread(n, x) for n, x in operands.items()})
+
+    s, back = jax.vjp(change, s, {n: x.array for n, x in operands.items()})
+
+    def pull(ds):
+        ds, gradients = back(ds)
+        return scores.through_softcap(ds, slope), gradients
+
+    return jnp.where(visible, s, -jnp.inf), pull, scale
 
 
 def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
@@ -80,10 +97,13 @@ def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     q, k, v = _repeat(problem, inputs)
     visible = _visible(problem, inputs)
     s, _, _ = _logits(problem, inputs, q, k, visible)
-    top = softmax.pivot_of(jnp.max(s, axis=-1))
-    total = jnp.sum(jnp.exp(s - top[..., None]), axis=-1)
+    top = jnp.max(s, axis=-1)
+    sink = _rows(problem, inputs.sinks)[..., 0] if problem.sinks else -jnp.inf
+    top = softmax.pivot_of(jnp.maximum(top, sink))
+    total = jnp.sum(jnp.exp(s - top[..., None]), axis=-1) + jnp.exp(sink - top)
     lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
-    p = softmax.weights(s, lse) * _kept(problem, inputs)
+    # Not from lse: where logits are as large as a float can be, what the sum adds to them is lost in it.
+    p = jnp.exp(s - top[..., None]) / jnp.where(total > 0, total, 1)[..., None] * _kept(problem, inputs)
     dead = ~jnp.any(visible, axis=2)[..., None]
     out = _einsum("bhqk,bhkd->bhqd", p, jnp.where(dead, 0, v))
     return out.swapaxes(1, 2).astype(problem.dtype), lse
@@ -106,7 +126,7 @@ def backward(
     seen = jnp.any(visible, axis=2)[..., None]
     sees = jnp.any(visible, axis=3)[..., None]
     q, do, k, v = (jnp.where(m, x, 0) for m, x in ((sees, q), (sees, do), (seen, k), (seen, v)))
-    s, slope, scale = _logits(problem, inputs, q, k, visible)
+    s, pull, scale = _logits(problem, inputs, q, k, visible)
     p, kept = softmax.weights(s, lse), _kept(problem, inputs)
     delta = jnp.sum(do * o, axis=-1)
     if dlse is not None:
@@ -114,7 +134,7 @@ def backward(
     dp = _einsum("bhqd,bhkd->bhqk", do, v) * kept
     ds = jnp.where(visible, p * (dp - delta[..., None]), 0)
     dv = _einsum("bhqk,bhqd->bhkd", p * kept, do)
-    dqk = scores.through_softcap(ds, slope)
+    dqk, dscores = pull(ds)
     dq = _einsum("bhqk,bhkd->bhqd", dqk, k)
     dk = _einsum("bhqk,bhqd->bhkd", dqk, q) * scale
     dscale = jnp.sum(dq * q, axis=(1, 2, 3), keepdims=True)
@@ -122,8 +142,9 @@ def backward(
         query=(dq * scale).swapaxes(1, 2).astype(problem.dtype),
         key=_over_group(problem, dk),
         value=_over_group(problem, dv),
-        bias=_sum_to(ds, inputs.bias) if wanted.bias else None,
+        scores={n: dscores[n] for n in wanted.scores},
         scale=_sum_to(dscale, inputs.scale) if wanted.scale else None,
+        sinks=scores.sink_gradient(inputs.sinks, lse, delta) if wanted.sinks else None,
     )
 
 

@@ -43,6 +43,21 @@ def pivot_of(m: jax.Array) -> jax.Array:
     return jnp.where(m == -jnp.inf, jnp.zeros_like(m), m)
 
 
+def begin(rows: tuple[int, ...], sink: jax.Array | None, like: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the state ``(m, l)`` before the first block.
+
+    Args:
+      rows: shape of the state.
+      sink: a logit that joins the sum and has no value, broadcasts to ``rows``; None for none.
+      like: an array of the dtype of the logits.
+
+    Returns:
+      ``(-inf, 0)`` in every row, or ``(sink, 1)``: as if a key with that logit had been seen.
+    """
+    full = lambda value: lax.full_like(like, value, shape=rows)
+    return (full(-jnp.inf), full(0)) if sink is None else (jnp.broadcast_to(sink, rows), full(1))
+
+
 def step(
     m: jax.Array,
     l: jax.Array,

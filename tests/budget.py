@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flashjax import dropout, flash_attention, masks, scores
+from flashjax import dropout, flash_attention, masks, operands, scores
 
 
 def run(
@@ -56,6 +56,10 @@ def plain_attention(
     value,
     bias=None,
     scale=None,
+    position_bias=None,
+    alibi_slopes=None,
+    score_fn=None,
+    sinks=None,
     *,
     mask=None,
     softcap=None,
@@ -76,11 +80,17 @@ def plain_attention(
     group = heads // key.shape[2]
     key, value = (jnp.repeat(x, group, 2) for x in (key, value))
     qk = jnp.einsum("btnd,bsnd->bnts", query, key, preferred_element_type=jnp.float32)
-    s, _ = scores.logits(qk, dim**-0.5 if scale is None else scale, softcap, bias)
+    s, _ = scores.logits(qk, dim**-0.5 if scale is None else scale, softcap)
+    sizes = operands.Sizes(batch, heads, t, s_len, query_seq_lengths, key_value_seq_lengths)
+    changes = scores.from_arguments(bias, position_bias, alibi_slopes, score_fn, sizes)
+    if changes is not None:
+        positions = operands.indices(batch, heads, t, s_len)
+        spread = {n: operands.whole(x, *positions[2:]) for n, x in changes.operands().items()}
+        s = changes.apply(s, positions, spread)
     visible = jnp.ones((batch, heads, t, s_len), bool)
     whole = masks.from_arguments(
         None,
-        masks.Sizes(batch, heads, t, s_len),
+        operands.Sizes(batch, heads, t, s_len),
         is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
@@ -96,11 +106,14 @@ def plain_attention(
             "key_value_seq_lengths": key_value_seq_lengths,
         }
         visible &= masks.as_mask(mask).dense(t, s_len, **sizes, **lengths)
-    any_visible = visible.any(-1)
     s = jnp.where(visible, s, -jnp.inf)
+    if sinks is not None:  # one more key, whose value is 0
+        column = jnp.broadcast_to(jnp.asarray(sinks, s.dtype).reshape(-1, 1, 1), (batch, heads, t, 1))
+        s, visible = (jnp.concatenate(x, -1) for x in ((s, column), (visible, column > -jnp.inf)))
+    any_visible = visible.any(-1)
     safe = jnp.where(any_visible[..., None], s, 0)
     lse = jnp.where(any_visible, jax.nn.logsumexp(safe, -1), -jnp.inf)
-    p = jnp.where(any_visible[..., None], jax.nn.softmax(safe, -1), 0)
+    p = jnp.where(any_visible[..., None], jax.nn.softmax(safe, -1), 0)[..., :s_len]
     if dropout_rate:
         b, h, q, k = jnp.ix_(*(jnp.arange(n) for n in (batch, heads, t, s_len)))
         first, second = dropout.key_words(dropout_key)

@@ -34,6 +34,8 @@ from jax._src.pallas.mosaic_gpu import core, primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, params, shared_memory
 from jax._src.state import discharge, indexing
 
+from flashjax import dropout
+
 Interpreter = jaxpr_interpret.JaxprInterpreter
 
 _stock_interpret = Interpreter.interpret
@@ -264,6 +266,15 @@ def _inline(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> 
         return token, [number]
     if name == "place":
         return token, [jnp.arange(equation.outvars[0].aval.shape[0], dtype=jnp.int32)]
+    if name in ("drop", "drop_turned"):
+        x, *words = inputs
+        return token, [jnp.where(_keeps(x.shape[1], *words, name == "drop_turned"), x, 0.0)]
+    if name in ("keep_bits", "keep_bits_turned"):
+        turned = name == "keep_bits_turned"
+        count = (inputs[1] if turned else inputs[0]).shape[0]
+        return token, [_kept_bits(_keeps(count, *inputs, turned))]
+    if name == "pick":
+        return token, [_pick(*inputs)]
     if name in _ON_HOST:
         return _inline_on_host(self, equation, token, inputs, _ON_HOST[name])
     assert name in ("wait", "arrive", "gather"), name
@@ -318,8 +329,73 @@ def _put(memory, place, tile, row, column):
         memory.store_buffer_content(key, access, whole, thread)
 
 
+def _content(memory, place):
+    with _sums:
+        return np.array(memory.get_buffer_content(*place)[0])
+
+
+def _numbers_at(memory, place, row, column, shape, turned=False):
+    array = np.asarray(_content(memory, place), np.float32)
+    array = array.T if turned else array
+    rows, columns = (
+        np.minimum(start + np.arange(count), size - 1)
+        for start, count, size in zip((int(row), int(column)), shape, array.shape, strict=True)
+    )
+    return array[np.ix_(rows, columns)]
+
+
+def _diagonals_at(memory, place, row, column, last, shape, turned=False):
+    array = np.asarray(_content(memory, place), np.float32)
+    rows, columns = int(row) + np.arange(shape[0])[:, None], int(column) + np.arange(shape[1])
+    distance = rows - columns if turned else columns - rows
+    return array[np.clip(distance + int(last), 0, len(array) - 1)]
+
+
+def _put_numbers(memory, place, tile, row, column):
+    _put(memory, place, tile.astype(_content(memory, place).dtype), row, column)
+
+
+def _diagonal_sums(memory, place, shape):
+    tile = _content(memory, place)
+    return np.array([np.trace(tile, n - 63) for n in range(shape[0])], np.float32)
+
+
+def _keeps(count, column, row_a, row_b, least, turned):
+    """Say what dropout keeps of 64 rows and ``count`` columns, by the definition of `dropout`."""
+    if turned:
+        column, row_a, row_b = column[:, None], row_a[None, :], row_b[None, :]
+        upper = (jnp.arange(64) & 8)[:, None] != 0
+    else:
+        column, row_a, row_b = column[None, :], row_a[:, None], row_b[:, None]
+        upper = (jnp.arange(count) & 8)[None, :] != 0
+    word = dropout.join(column, row_a, row_b)
+    half = jnp.where(upper, word >> 16, word & 0xFFFF)
+    return half >= (least.astype(jnp.uint32) >> 16)
+
+
+def _kept_bits(keeps):
+    bits = keeps.reshape(64, -1, 8).astype(jnp.int32)
+    return jnp.sum(bits << jnp.arange(bits.shape[1], dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
+
+
+def _pick(bits, x):
+    kept = (bits[:, None] >> jnp.arange(x.shape[1] // 8, dtype=jnp.int32)[:, None]) & 1
+    return jnp.where(kept.reshape(x.shape) != 0, x, 0.0)
+
+
 _sums = threading.Lock()
-_ON_HOST = {"add": _add, "load": _load, "zero": _zero, "put": _put}
+_ON_HOST = {
+    "add": _add,
+    "load": _load,
+    "zero": _zero,
+    "put": _put,
+    "numbers": _numbers_at,
+    "numbers_turned": functools.partial(_numbers_at, turned=True),
+    "diagonals": _diagonals_at,
+    "diagonals_turned": functools.partial(_diagonals_at, turned=True),
+    "put_numbers": _put_numbers,
+    "diagonal_sums": _diagonal_sums,
+}
 
 
 def _counter(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> Any:

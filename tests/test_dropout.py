@@ -36,14 +36,22 @@ def row_words_of(words, b, h, q):
     return row_a, mix(q ^ mix(h ^ mix((b + second) & MASK)))
 
 
-def bits_of(words, b, h, q, k):
+def column_word_of(words, k):
     first, second = words
-    row_a, row_b = row_words_of(words, b, h, q)
-    column = mix((k + mix((first + second) & MASK)) & MASK)
+    pair = k & ~8
+    return mix((pair + mix((first + second) & MASK)) & MASK)
+
+
+def join_of(column, row_a, row_b):
     x = (column ^ row_a) * 0x7FEB352D & MASK
     x = x ^ (x >> 15) ^ row_b
     x = x * 0x846CA68B & MASK
     return x ^ (x >> 16)
+
+
+def bits_of(words, b, h, q, k):
+    x = join_of(column_word_of(words, k), *row_words_of(words, b, h, q))
+    return x >> 16 if k & 8 else x & 0xFFFF
 
 
 # ---- helpers ---------------------------------------------------------------------------------------
@@ -64,6 +72,32 @@ def signs(seed, sizes, **options):
     return np.where(keep, 1, -1).astype(np.float64)
 
 
+def halves(x):
+    """Split the last axis, key positions from a multiple of 16 on, into those of lower and upper halves."""
+    x = x.reshape(*x.shape[:-1], -1, 2, 8)
+    return (x[..., i, :].reshape(*x.shape[:-3], -1) for i in (0, 1))
+
+
+def both_halves(x):
+    """Return +-1 rows of lower halves, of upper halves and of their products, ``[3 rows, samples]``.
+
+    In these, every row meets every other and itself, also a half of one the other half of the other.
+    """
+    low, high = halves(x.reshape(-1, x.shape[-1]))
+    return np.concatenate([low, high, low * high])
+
+
+def check_independent(masks, dropped):
+    """Assert that boolean arrays, False with probability ``dropped``, are independent where they align."""
+    pattern = sum(mask.astype(np.int64) << i for i, mask in enumerate(masks))
+    counts = np.bincount(pattern.ravel(), minlength=2 ** len(masks))
+    kept = np.array([n.bit_count() for n in range(len(counts))])
+    wanted = pattern.size * (1 - dropped) ** kept * dropped ** (len(masks) - kept)
+    freedom = len(counts) - 1
+    chi_square = ((counts - wanted) ** 2 / wanted).sum()
+    assert chi_square < freedom + 5 * np.sqrt(2 * freedom) + 5
+
+
 def check_uncorrelated(rows):
     """Assert that +-1 rows ``[rows, samples]`` have correlations as small as chance makes them."""
     count, samples = rows.shape
@@ -79,15 +113,20 @@ def check_uncorrelated(rows):
 
 # Key data, (batch, head, query, key), bits. A kernel on other hardware must give the same.
 GOLDEN = [
-    ((0, 0), (0, 0, 0, 0), 0x789AE6C0),
-    ((0, 0), (0, 0, 0, 1), 0xAB8A7296),
-    ((0, 0), (0, 0, 1, 0), 0x9888E5F5),
-    ((0, 0), (0, 1, 0, 0), 0x9C8E82B8),
-    ((0, 0), (1, 0, 0, 0), 0xE72E5E02),
-    ((0, 42), (3, 7, 1000, 4095), 0xF7BC294B),
-    ((0xDEADBEEF, 0x12345678), (255, 63, 1048575, 16777221), 0xE78C1237),
-    ((0xFFFFFFFF, 0xFFFFFFFF), (2147483647, 2147483647, 2147483647, 2147483647), 0xC1F4E74A),
-    ((1, 2, 3, 4), (1, 2, 3, 4), 0x28F903AD),
+    ((0, 0), (0, 0, 0, 0), 0xE6C0),
+    ((0, 0), (0, 0, 0, 1), 0x7296),
+    ((0, 0), (0, 0, 0, 8), 0x789A),
+    ((0, 0), (0, 0, 0, 9), 0xAB8A),
+    ((0, 0), (0, 0, 0, 16), 0xFDAF),
+    ((0, 0), (0, 0, 1, 0), 0xE5F5),
+    ((0, 0), (0, 1, 0, 0), 0x82B8),
+    ((0, 0), (1, 0, 0, 0), 0x5E02),
+    ((0, 42), (3, 7, 1000, 4095), 0x211E),
+    ((0, 42), (3, 7, 1000, 4087), 0x19A4),
+    ((0xDEADBEEF, 0x12345678), (255, 63, 1048575, 16777221), 0x1237),
+    ((0xDEADBEEF, 0x12345678), (255, 63, 1048575, 16777229), 0xE78C),
+    ((0xFFFFFFFF, 0xFFFFFFFF), (2147483647, 2147483647, 2147483647, 2147483647), 0xB5C2),
+    ((1, 2, 3, 4), (1, 2, 3, 4), 0x03AD),
 ]
 
 
@@ -97,8 +136,8 @@ def test_keep_golden_bits(data, index, bits):
     words = dropout.key_words(jnp.array(data, jnp.uint32))
     index = [jnp.array(i, jnp.int32) for i in index]
     # Bits at or above the threshold keep the weight: these two rates pin every bit.
-    assert dropout.keep((words[0], words[1]), *index, bits / 2**32)
-    assert not dropout.keep((words[0], words[1]), *index, (bits + 1) / 2**32)
+    assert dropout.keep((words[0], words[1]), *index, bits / 2**16)
+    assert not dropout.keep((words[0], words[1]), *index, (bits + 1) / 2**16)
 
 
 WORDS = [
@@ -125,7 +164,29 @@ def test_keep_follows_the_integer_definition():
         bits[index] = bits_of(words_of(data), *(i + j for i, j in zip(index, starts, strict=True)))
     words = dropout.key_words(jnp.array(data, jnp.uint32))
     for rate in (0.1, 0.5, 0.9):
-        np.testing.assert_array_equal(keep_all(words, sizes, rate, starts), bits >= round(rate * 2**32))
+        np.testing.assert_array_equal(keep_all(words, sizes, rate, starts), bits >= round(rate * 2**16))
+
+
+def test_parts_of_the_hash_follow_the_integer_definition():
+    words = words_of((123, 456))
+    traced = tuple(dropout.key_words(jnp.array((123, 456), jnp.uint32)))
+    for b, h, q, k in [(0, 0, 0, 0), (1, 30, 1000, 8), (255, 63, 2**20 - 1, 2**24 + 7), (3, 2, 1, 2**31 - 1)]:
+        index = [jnp.array(i, jnp.int32) for i in (b, h, q)]
+        row_a, row_b = dropout.row_words(traced, *index)
+        column = dropout.column_words(traced, jnp.array(k, jnp.int32))
+        x = dropout.join(column, row_a, row_b)
+        assert {y.dtype for y in (row_a, row_b, column, x)} == {jnp.dtype(jnp.uint32)}
+        assert (int(row_a), int(row_b)) == row_words_of(words, b, h, q)
+        assert int(column) == column_word_of(words, k) == column_word_of(words, k ^ 8)
+        assert int(x) == join_of(int(column), int(row_a), int(row_b))
+
+
+def test_decide_takes_the_half_of_the_key():
+    x = jnp.array([0x0000FFFF, 0xFFFF0000, 0x12345678, 0x56781234], jnp.uint32)[:, None]
+    k = jnp.array([0, 7, 8, 15, 16, 24, 2**31 - 9, 2**31 - 1], jnp.int32)
+    bits = np.where(k & 8, x >> 16, x & 0xFFFF).astype(np.int64)
+    for number in (0, 1, 0x1233, 0x1234, 0x1235, 0x5678, 0x5679, 0xFFFE, 0xFFFF):
+        np.testing.assert_array_equal(dropout.decide(x, k, number / 2**16), bits >= number)
 
 
 def test_key_words_agree_for_typed_and_raw_keys():
@@ -162,12 +223,15 @@ def test_key_words_use_every_word_of_the_key():
     assert len({x for x, _ in seen}) == 5
 
 
-def test_threshold_is_the_rate_in_32_bits():
+def test_threshold_is_the_rate_in_16_bits():
     assert dropout.threshold(0.0) == 0
-    assert dropout.threshold(0.5) == 2**31
-    assert dropout.threshold(0.25) == 2**30
-    assert dropout.threshold(1e-12) == 0
-    assert dropout.threshold(float(np.nextafter(1, 0))) == 2**32 - 1
+    assert dropout.threshold(0.5) == 2**15
+    assert dropout.threshold(0.25) == 2**14
+    assert dropout.threshold(0.1) == 6554
+    assert dropout.threshold(0.4 / 2**16) == 0
+    assert dropout.threshold(0.6 / 2**16) == 1
+    assert dropout.threshold(1 - 1 / 2**16) == 2**16 - 1
+    assert dropout.threshold(float(np.nextafter(1, 0))) == 2**16 - 1
 
 
 def test_keep_at_rate_zero_keeps_everything():
@@ -180,6 +244,9 @@ def test_keep_at_rate_zero_keeps_everything():
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.3, 0.5, 0.9, 0.999])
 def test_keep_drops_at_the_rate(rate):
     sizes = (2, 2, 256, 256)
+    counted = dropout.threshold(rate) / 2**16
+    assert abs(counted - rate) <= 2**-17
+    rate = counted
     for seed in range(4):
         keep = np.asarray(keep_all(dropout.key_words(jax.random.key(seed)), sizes, rate))
         sigma = np.sqrt(rate * (1 - rate) / keep.size)
@@ -215,10 +282,13 @@ def test_keep_of_split_keys_is_uncorrelated():
     check_uncorrelated(np.where(keep, 1.0, -1.0).reshape(64, -1))
 
 
+NEAR = (-17, -16, -15, -9, -8, -7, -3, -2, -1, 0, 1, 2, 3, 7, 8, 9, 15, 16, 17)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_keep_neighbours_are_uncorrelated(seed):
     x = signs(seed, (2, 2, 256, 256))
-    for shift in itertools.product((0, 1), (0, 1), (0, 1, 2, 3), (-3, -2, -1, 0, 1, 2, 3)):
+    for shift in itertools.product((0, 1), (0, 1), (0, 1, 2, 3), NEAR):
         if shift == (0, 0, 0, 0):
             continue
         near = tuple(slice(max(0, s), n + min(0, s)) for s, n in zip(shift, x.shape, strict=True))
@@ -231,7 +301,7 @@ def test_keep_neighbours_are_uncorrelated(seed):
 def test_keep_rectangles_are_uncorrelated(seed):
     """Rows and columns are hashed apart and joined in one round: four corners must not conspire."""
     x = signs(seed, (1, 1, 512, 512))[0, 0]
-    for dq, dk in itertools.product((1, 2, 3, 64, 255), repeat=2):
+    for dq, dk in itertools.product((1, 2, 3, 7, 8, 9, 64, 255), repeat=2):
         product = x[dq:, dk:] * x[:-dq, dk:] * x[dq:, :-dk] * x[:-dq, :-dk]
         assert abs(product.sum()) < 5 * np.sqrt(product.size), (dq, dk)
 
@@ -241,6 +311,40 @@ def test_keep_rows_do_not_repeat_under_any_shift_of_the_keys():
     spectrum = np.fft.rfft(x, axis=1)
     rows, others = np.triu_indices(64, 1)
     correlation = np.fft.irfft(spectrum[rows] * spectrum[others].conj(), axis=1) / np.sqrt(1024)
+    assert np.abs(correlation).max() < np.sqrt(2 * np.log(correlation.size)) + 2
+
+
+@pytest.mark.parametrize("starts", [(0, 0, 0, 0), (0, 0, 10**6, 10**7)], ids=["near", "far"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_keep_halves_of_a_word_are_uncorrelated(seed, starts):
+    check_uncorrelated(both_halves(signs(seed, (1, 1, 512, 1024), starts=starts)))
+    check_uncorrelated(both_halves(signs(seed, (16, 16, 1, 2048), starts=starts)))
+    low, high = halves(signs(seed, (1, 1, 1024, 512), starts=starts)[0, 0])
+    check_uncorrelated(np.concatenate([low.T, high.T, (low * high).T]))
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 0.9])
+def test_keep_halves_of_a_word_are_independent_with_those_nearby(rate):
+    """At rates other than 1/2 too, where more than the top bit of each half decides."""
+    dropped = dropout.threshold(rate) / 2**16
+    low, high = halves(np.asarray(keep_all(dropout.key_words(jax.random.key(0)), (2, 2, 256, 1024), rate)))
+    check_independent([low, high], dropped)
+    for shift in itertools.product((0, 1), (0, 1), (0, 1, 2, 3), (-8, -7, -1, 0, 1, 7, 8)):
+        if shift == (0, 0, 0, 0):
+            continue
+        near = tuple(slice(max(0, s), n + min(0, s)) for s, n in zip(shift, low.shape, strict=True))
+        far = tuple(slice(max(0, -s), n + min(0, -s)) for s, n in zip(shift, low.shape, strict=True))
+        check_independent([low[near], high[near], low[far], high[far]], dropped)
+
+
+def test_keep_rows_do_not_repeat_halves_or_their_products_under_any_shift_of_the_keys():
+    x = signs(0, (1, 1, 48, 2048))[0, 0]
+    low = (np.arange(2048) & 8) == 0
+    x = np.concatenate([x * low, x * ~low, x * np.roll(x, -8, axis=1) * low])  # each at its keys, 0 between
+    spectrum, rest = np.fft.rfft(x, axis=1), np.fft.rfft(x != 0, axis=1)
+    rows, others = np.triu_indices(len(x), 1)
+    total, count = (np.fft.irfft(y[rows] * y[others].conj(), axis=1) for y in (spectrum, rest))
+    correlation = total / np.sqrt(np.maximum(count, 1))
     assert np.abs(correlation).max() < np.sqrt(2 * np.log(correlation.size)) + 2
 
 
@@ -255,6 +359,7 @@ def test_keep_rows_that_share_one_of_their_words_are_uncorrelated():
             starts = [(*rows[:, row].tolist(), 0) for row in order[i : i + 2]]
             one, two = (np.asarray(keep_all(words, (1, 1, 1, 4096), 0.5, start)) for start in starts)
             assert abs((one == two).mean() - 0.5) < 4 * 0.5 / np.sqrt(4096)
+            check_uncorrelated(both_halves(np.where(np.stack([one, two]), 1.0, -1.0)))
             pairs += 1
     assert pairs > 4
 
@@ -320,9 +425,9 @@ def trace_keep(sizes):
     return jax.make_jaxpr(lambda first, second, *index: dropout.keep((first, second), *index, 0.1))(*arrays)
 
 
-def test_keep_is_uint32_add_xor_shift_and_multiply():
+def test_keep_is_uint32_arithmetic_and_bit_operations():
     jaxpr = trace_keep((2, 3, 16, 8))
-    arithmetic = {"add", "xor", "shift_right_logical", "mul"}
+    arithmetic = {"add", "mul", "xor", "and", "not", "shift_left", "shift_right_logical"}
     shapes = {"convert_element_type", "broadcast_in_dim", "reshape"}
     names = [equation.primitive.name for equation in jaxpr.eqns]
     assert arithmetic <= set(names)
@@ -340,4 +445,12 @@ def test_keep_does_two_multiplications_per_weight():
     dense = [x for x in trace_keep(sizes).eqns if x.outvars[0].aval.shape == sizes]
     names = [x.primitive.name for x in dense if x.primitive.name != "broadcast_in_dim"]
     assert names.count("mul") == 2
-    assert len(names) <= 9
+    assert len(names) <= 10
+
+
+def test_join_does_two_multiplications_for_two_weights():
+    words = [jnp.zeros(shape, jnp.uint32) for shape in ((1, 4), (16, 1), (16, 1))]
+    names = [x.primitive.name for x in jax.make_jaxpr(dropout.join)(*words).eqns]
+    names = [name for name in names if name != "broadcast_in_dim"]
+    assert names.count("mul") == 2
+    assert len(names) <= 8

@@ -27,12 +27,21 @@ def run(capsys):
     return run
 
 
-@pytest.fixture(scope="module")
-def train_gpt():
-    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLES / "train_gpt.py")
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def train_gpt():
+    return load("train_gpt")
+
+
+@pytest.fixture(scope="module")
+def attention_map():
+    return load("attention_map")
 
 
 def numbers(pattern, text):
@@ -81,6 +90,44 @@ def test_custom_mask_draws_and_agrees_with_the_dense_mask(run):
     differences = numbers(r"(?:dq|dk|dv|out): .* relative: (\S+)", printed)
     assert len(differences) == 4
     assert max(differences) < 1e-5
+
+
+def test_attention_map_draws_what_the_heads_look_for(attention_map, capsys):
+    text = attention_map.TEXT
+    attention_map.main([])
+    printed = capsys.readouterr().out
+    lines = re.findall(r"^ ?(\d+) (\S) ([·░▒▓█]{44})  (\S+) at +(\d+) (\S)$", printed, re.MULTILINE)
+    induction, window = lines[:15], lines[15:]
+    assert [int(line[0]) for line in induction] == [int(line[0]) for line in window] == list(range(29, 44))
+    for row, letter, shades, largest, at, found in lines:
+        assert letter == text[int(row)].replace(" ", "␣")
+        assert found == text[int(at)].replace(" ", "␣")
+        assert shades[int(at)] == "·░▒▓█"[sum(float(largest) >= step for step in (0.05, 0.3, 0.6, 0.9))]
+    for row, _, shades, _, _, _ in induction:
+        pair = text[int(row) - 1 : int(row) + 1]
+        places = [i for i in range(2, int(row) + 1) if text[i - 2 : i] == pair] or [0]
+        assert [i for i, shade in enumerate(shades) if shade != "·"] == places
+    for row, letter, shades, _, _, _ in window:
+        places = [i for i in range(int(row) - 16, int(row)) if text[i].replace(" ", "␣") == letter] or [0]
+        assert [i for i, shade in enumerate(shades) if shade != "·"] == places
+    assert numbers(r"differ by at most (\S+)", printed)[0] < 1e-5
+    assert "4 rows of 131072 tokens, 8 heads: 16 MiB, where the whole map is 512 GiB" in printed
+
+
+def test_attention_map_takes_a_text_and_says_what_a_picture_needs(attention_map, capsys, monkeypatch):
+    attention_map.main(["--text", "a rose is a rose", "--rows", "3"])
+    assert "\n 15 e ······█·········  0.98 at  6 ␣\n" in capsys.readouterr().out
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for wrong, message in (["--png", "map.png"], "pip install matplotlib"), (["--rows", "45"], "its length"):
+        with pytest.raises(SystemExit):
+            attention_map.main(wrong)
+        assert message in capsys.readouterr().err
+
+
+def test_attention_map_writes_a_picture(attention_map, tmp_path):
+    pytest.importorskip("matplotlib")
+    attention_map.main(["--text", "a rose is a rose", "--png", str(tmp_path / "map.png")])
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_train_gpt_learns_and_does_not_depend_on_the_attention(train_gpt, capsys):

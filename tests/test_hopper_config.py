@@ -9,6 +9,7 @@ import pytest
 from flashjax import Causal, Segments, SlidingWindow, masks
 from flashjax.backends import hopper
 from flashjax.backends.hopper import config as configs
+from flashjax.operands import Sizes
 from flashjax.problem import Problem, abstract
 
 if jax.__version_info__ < hopper.NEEDS_JAX:
@@ -19,7 +20,7 @@ from flashjax.backends.hopper import backward, forward, hidden, recompute, walk
 
 def _problem(mask=None, length=4096, dim=128, value_dim=None):
     if mask is not None:
-        mask = abstract(mask.resolve(masks.Sizes(2, 4, length, length)))
+        mask = abstract(mask.resolve(Sizes(2, 4, length, length)))
     problem = Problem(2, length, length, 4, 4, dim, value_dim or dim, jnp.dtype("bfloat16"), mask=mask)
     return dataclasses.replace(problem, batch_period=2)
 

@@ -139,18 +139,23 @@ def run_backward(
         results = run_backward(backend, _fold_problem(problem, size, folded), folded, *saved, wanted)
         gradients = jax.tree.map(lambda x: _unfold(x, size), results)
         # An optional array was spread over the whole batch; sum over the rows that shared an entry.
-        for name in ("bias", "scale"):
+        narrow = lambda x, own: x.reshape(size, -1, *own.shape).sum(1).astype(own.dtype)
+        for name in ("scale", "sinks"):
             x, own = getattr(gradients, name), getattr(inputs, name)
             if x is not None:
-                x = x.reshape(size, -1, *own.shape).sum(1)
-                gradients = gradients._replace(**{name: x.astype(own.dtype)})
+                gradients = gradients._replace(**{name: narrow(x, own)})
+        if gradients.scores:
+            own = inputs.scores.operands()
+            gradients = gradients._replace(
+                scores={n: narrow(x, own[n].array) for n, x in gradients.scores.items()}
+            )
         return gradients, jax.tree.map(lambda _: True, gradients)
 
     return run(*leaves)
 
 
 def _fold_problem(problem: Problem, size: int, folded: Inputs) -> Problem:
-    return problem.with_batch(problem.batch * size, abstract(folded.mask), abstract(folded.bias))
+    return problem.with_batch(problem.batch * size, abstract(folded.mask), abstract(folded.scores))
 
 
 def _fold_inputs(problem: Problem, size: int, tree: Any, leaves: Any, mapped: Any, wanted: Wanted) -> Inputs:
@@ -161,13 +166,17 @@ def _fold_inputs(problem: Problem, size: int, tree: Any, leaves: Any, mapped: An
     # A gradient is wanted of each mapped entry on its own, and is summed before it is rounded.
     widen = lambda x, m: fold(x.astype(problem.accumulator), m)
     spread = {"query": fold, "key": fold, "value": fold}
-    spread |= {name: widen for name in ("bias", "scale") if getattr(wanted, name)}
-    return Inputs(
-        *(
-            jax.tree.map(spread.get(name, share), getattr(inputs, name), getattr(flags, name))
-            for name in Inputs._fields
-        )
-    )
+    spread |= {name: widen for name in ("scale", "sinks") if getattr(wanted, name)}
+    folded = {
+        name: jax.tree.map(spread.get(name, share), getattr(inputs, name), getattr(flags, name))
+        for name in Inputs._fields
+    }
+    if inputs.scores is not None:
+        leaves, tree = jax.tree.flatten(inputs.scores)
+        parts = zip(inputs.scores.operands(), leaves, jax.tree.leaves(flags.scores), strict=True)
+        leaves = [(widen if name in wanted.scores else share)(x, m) for name, x, m in parts]
+        folded["scores"] = jax.tree.unflatten(tree, leaves)
+    return Inputs(**folded)
 
 
 def _fold(x: jax.Array, size: int, mapped: bool, batch: int) -> jax.Array:

@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 
 from flashjax import dropout, scores, softmax, tiles
+from flashjax.operands import Operand, diagonals
 from flashjax.problem import Gradients, Inputs, Problem, Wanted
 
 
@@ -85,7 +86,7 @@ def make_plan(problem: Problem, inputs: Inputs, config: Config | None = None) ->
     rows = 1
     if heads == problem.kv_heads:
         # An array of b rows serves row r % b, so a chunk must not straddle a multiple of b.
-        arrays = jax.tree.leaves((inputs.mask, inputs.bias, inputs.scale, inputs.dropout_words))
+        arrays = jax.tree.leaves(inputs[3:])
         common = math.gcd(problem.batch, *(x.shape[0] for x in arrays if x.shape[0] > 1))
         rows = _divisor(common, pairs // heads)
     return Plan(
@@ -249,15 +250,55 @@ class Chunk(NamedTuple):
         old = _slice(total, starts, sizes)
         return _update(total, old + part.astype(total.dtype), starts)
 
-    def logits(self, qk: jax.Array, i: Any, j: Any) -> tuple[jax.Array, jax.Array | None]:
-        """Turn products of tile (i, j) into logits, before the mask."""
-        problem = self.plan.problem
+    def logits(self, qk: jax.Array, i: Any, j: Any) -> tuple[jax.Array, Callable]:
+        """Turn products of tile (i, j) into logits, before the mask.
+
+        Returns:
+          ``(s, pull)``: ``pull(ds)`` returns the gradients of the scaled products and of each part of an
+          operand of the scores, by name (see `operand_window`).
+        """
+        problem, inputs = self.plan.problem, self.inputs
         q0, k0 = self.plan.blocks.queries(i).lo, self.plan.blocks.keys(j).lo
         scale = problem.default_scale
         if problem.scaled:
-            scale = self.cut(self.inputs.scale, q0, k0)
-        bias = None if problem.bias is None else self.cut(self.inputs.bias, q0, k0)
-        return scores.logits(qk, scale, problem.softcap, bias)
+            scale = self.cut(inputs.scale, q0, k0)
+        s, slope = scores.logits(qk, scale, problem.softcap)
+        if inputs.scores is None:
+            return s, lambda ds: (scores.through_softcap(ds, slope), {})
+        operands = inputs.scores.operands()
+        position = self.positions(q0, k0)
+
+        def change(s, parts):
+            spread = {n: self.spread(x, operands[n]) for n, x in parts.items()}
+            return inputs.scores.apply(s, position, spread)
+
+        parts = {n: _slice(x.array, *self.operand_window(x, q0, k0)) for n, x in operands.items()}
+        s, back = jax.vjp(change, s, parts)
+
+        def pull(ds):
+            ds, gradients = back(ds)
+            return scores.through_softcap(ds, slope), gradients
+
+        return s, pull
+
+    def operand_window(self, operand: Operand, q0: Any, k0: Any) -> tuple[list[Any], list[int]]:
+        """Return start and size of the part of an operand of the scores that one tile needs."""
+        starts, sizes = self.window(operand.array.shape, q0, k0)
+        if operand.relative and operand.array.shape[3] > 1:
+            blocks = self.plan.blocks
+            starts[3] = k0 - q0 + (blocks.query_length - blocks.block_q)
+            sizes[3] = blocks.block_q + blocks.block_k - 1
+        return starts, sizes
+
+    def spread(self, part: jax.Array, operand: Operand) -> jax.Array:
+        """Make such a part ``[rows, heads, G, q, k]``, or 1 for each."""
+        if operand.relative and operand.array.shape[3] > 1:
+            part = diagonals(part, self.plan.blocks.block_q, self.plan.blocks.block_k)
+        return self.split_heads(part)
+
+    def sinks(self) -> jax.Array | None:
+        """Return the sinks of the chunk's heads, ``[rows, heads, G, 1]``."""
+        return self.cut(self.inputs.sinks, 0, 0)[..., 0] if self.plan.problem.sinks else None
 
 
 def _each_chunk(plan: Plan, inputs: Inputs, body: Callable, carry: Any) -> Any:
@@ -342,8 +383,7 @@ def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> t
                 return m, l, acc * _rows(alpha)[..., None] + pv
 
             state = (
-                zeros(tile_rows, problem.accumulator, -jnp.inf),
-                zeros(tile_rows, problem.accumulator),
+                *softmax.begin(tile_rows, chunk.sinks(), zeros((), problem.accumulator)),
                 zeros((*q.shape[:3], problem.value_dim), problem.accumulator),
             )
             if plan.always_full:
@@ -418,7 +458,7 @@ def backward(
             delta_all = delta_all - head(dlse)
 
         def tile(i, j, k, v, masked):
-            """Return this tile's share of dq, dk and dv, and dS for the gradient of the bias."""
+            """Return this tile's share of dq, dk, dv and of the gradients of what the scores read."""
             q0 = blocks.queries(i).lo
             part = lambda x: lax.dynamic_slice_in_dim(x, q0, blocks.block_q, 3)
             q, do, row_lse, delta = (part(x) for x in (q_all, do_all, lse_all, delta_all))
@@ -429,7 +469,7 @@ def backward(
                 k = _without_dead(seen, k, keys=True)
             q, do = _rows(q), _rows(do)
             qk = _product(problem, "bhqd,bhkd->bhqk", q, k).reshape(*tile_rows, -1)
-            s, slope = chunk.logits(qk, i, j)
+            s, pull = chunk.logits(qk, i, j)
             if masked:
                 s = jnp.where(seen, s, -jnp.inf)
             p = softmax.weights(s, row_lse)
@@ -443,30 +483,33 @@ def backward(
             if masked:
                 ds = jnp.where(seen, ds, 0)
             p_kept = _rows(p_kept).astype(q.dtype)
-            dqk = _rows(scores.through_softcap(ds, slope)).astype(q.dtype)
+            dqk, dscores = pull(ds)
+            dqk = _rows(dqk).astype(q.dtype)
             return (
                 _product(problem, "bhqk,bhkd->bhqd", dqk, k).reshape(*tile_rows, -1),
                 _product(problem, "bhqk,bhqd->bhkd", dqk, q),
                 _product(problem, "bhqk,bhqd->bhkd", p_kept, do),
-                ds if wanted.bias else None,
+                {name: dscores[name] for name in wanted.scores},
             )
 
         def key_tile(j, carry):
-            dq_all, dk_all, dv_all, dbias = carry
+            dq_all, dk_all, dv_all, dscores = carry
             k0 = blocks.keys(j).lo
             k = lax.dynamic_slice_in_dim(k_all, k0, blocks.block_k, 2)
             v = lax.dynamic_slice_in_dim(v_all, k0, blocks.block_k, 2)
 
             def add(i, state, parts):
-                dq_all, dk, dv, dbias = state
-                dq_part, dk_part, dv_part, ds = parts
+                dq_all, dk, dv, dscores = state
+                dq_part, dk_part, dv_part, more = parts
                 q0 = blocks.queries(i).lo
                 dq_all = _add_slice(dq_all, dq_part, q0, 3)
-                if wanted.bias:
-                    dbias = chunk.add_to(dbias, ds, q0, k0)
-                return dq_all, dk + dk_part, dv + dv_part, dbias
+                for name, x in more.items():
+                    starts, sizes = chunk.operand_window(inputs.scores.operands()[name], q0, k0)
+                    old = _slice(dscores[name], starts, sizes)
+                    dscores = dscores | {name: _update(dscores[name], old + x.astype(wide), starts)}
+                return dq_all, dk + dk_part, dv + dv_part, dscores
 
-            state = (dq_all, zeros(k.shape, wide), zeros(v.shape, wide), dbias)
+            state = (dq_all, zeros(k.shape, wide), zeros(v.shape, wide), dscores)
             if plan.always_full:
                 step = lambda i, state: add(i, state, tile(i, j, k, v, masked=False))
                 state = _loop(blocks.count_q, step, state)
@@ -478,17 +521,23 @@ def backward(
                 parts = _either(full, order, lambda i, _, masked: tile(i, j, k, v, masked))
                 step = lambda n, state: add(order[n], state, parts(n, None))
                 state = _loop(count, step, state)
-            dq_all, dk, dv, dbias = state
-            return dq_all, _add_slice(dk_all, dk, k0, 2), _add_slice(dv_all, dv, k0, 2), dbias
+            dq_all, dk, dv, dscores = state
+            return dq_all, _add_slice(dk_all, dk, k0, 2), _add_slice(dv_all, dv, k0, 2), dscores
 
-        dqs, dks, dvs, dbias, dscale = carry
+        dqs, dks, dvs, dscores, dscale, dsinks = carry
         state = (
             zeros(q_all.shape, wide),
             zeros(k_all.shape, wide),
             zeros(v_all.shape, wide),
-            dbias,
+            dscores,
         )
-        dq, dk, dv, dbias = _loop(blocks.count_k, key_tile, state)
+        dq, dk, dv, dscores = _loop(blocks.count_k, key_tile, state)
+        if wanted.sinks:
+            starts, sizes = chunk.window(dsinks.shape, 0, 0)
+            own = _slice(inputs.sinks, starts, sizes)
+            flat = lambda x: x.reshape(plan.rows, -1, problem.query_length)
+            more = scores.sink_gradient(own, flat(lse_all), flat(delta_all))
+            dsinks = _update(dsinks, _slice(dsinks, starts, sizes) + more, starts)
         if wanted.scale:
             alive = jnp.where(lse_all == -jnp.inf, 0, jnp.einsum("bhgqd,bhgqd->bhgq", dq, q_all))
             dscale = chunk.add_to(dscale, jnp.sum(alive, (1, 2, 3)).reshape(-1, 1, 1, 1, 1), 0, 0)
@@ -501,19 +550,20 @@ def backward(
             _put(chunk, dqs, dq, group),
             _put(chunk, dks, dk, 1),
             _put(chunk, dvs, dv, 1),
-            dbias,
+            dscores,
             dscale,
+            dsinks,
         )
 
     carry = (
         *(zeros(x.shape, problem.dtype) for x in inputs[:3]),
-        zeros(inputs.bias.shape, wide) if wanted.bias else None,
+        {n: zeros(inputs.scores.operands()[n].array.shape, wide) for n in wanted.scores},
         zeros(inputs.scale.shape, wide) if wanted.scale else None,
+        zeros(inputs.sinks.shape, wide) if wanted.sinks else None,
     )
-    dq, dk, dv, dbias, dscale = _each_chunk(plan, inputs, chunk_body, carry)
-    if wanted.bias:
-        dbias = dbias.astype(inputs.bias.dtype)
-    return Gradients(dq, dk, dv, dbias, dscale)
+    dq, dk, dv, dscores, dscale, dsinks = _each_chunk(plan, inputs, chunk_body, carry)
+    dscores = {n: x.astype(inputs.scores.operands()[n].array.dtype) for n, x in dscores.items()}
+    return Gradients(dq, dk, dv, dscores, dscale, dsinks)
 
 
 def _either(full: jax.Array, order: jax.Array, tile: Callable) -> Callable:

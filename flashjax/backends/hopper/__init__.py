@@ -39,15 +39,11 @@ def refusal(problem: Problem) -> str | None:
     for name, dim in (("head dim", problem.head_dim), ("value dim", problem.value_dim)):
         if dim % 8 or not 8 <= dim <= 256:
             return f"it needs head dims in multiples of 8 up to 256, and the {name} is {dim}"
-    if problem.bias is not None:
-        return "it has no bias yet"
-    if problem.dropout_rate > 0:
-        return "it has no dropout yet"
     if not _exact_products(problem.precision):
         return f"it multiplies exactly and adds in float32, and precision is {problem.precision!r}"
     from flashjax.backends.hopper import packing
 
-    return None if problem.mask is None else packing.refusal(problem.mask)
+    return packing.refusal(problem)
 
 
 def run_forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:

@@ -45,11 +45,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax import scores
 from flashjax.backends.hopper import (
     backward_finish,
     backward_keys,
     backward_queries,
     backward_roles,
+    backward_scores,
     backward_start,
     hidden,
     intrinsics,
@@ -255,13 +257,21 @@ def backward(
     traits = recompute.traits(problem, by_key=True)
     config = config or configs.choose_backward(problem, traits)
     split = problem.deterministic or wanted.scale
-    kinds = packing.kinds(problem.mask, by_key=True)
+    kinds = packing.kinds(problem, by_key=True)
     plan = Plan(problem, traits, config, kinds, adds=not split)
     view = plan.view
     scale = inputs.scale.reshape(-1) if problem.scaled else None
     total = None if split else backward_finish.shape_of(plan)
     block_q = backward_queries.BLOCK_Q if split else view.block_columns
+    if wanted.scores:
+        block_q = max(block_q, 2 * ROWS)
     length = -(-problem.query_length // block_q) * block_q
+    if problem.sinks:
+        # A row of which only the sink counts is like one that sees nothing.
+        sinks = jnp.tile(inputs.sinks[..., 0], (problem.batch // inputs.sinks.shape[0], 1, 1))
+        blind = lse <= sinks
+        weight = jnp.where(blind, 1.0, jnp.exp(sinks - lse))
+        lse = jnp.where(blind, -jnp.inf, lse)
     *rows, zeros = backward_start.starts(problem, out, lse, dout, dlse, length, total)
     bounds = walk.bounds(inputs.mask, problem, view) if traits.scans else {}
     arrays = Global(
@@ -271,16 +281,26 @@ def backward(
         dout,
         *rows,
         scale,
-        packing.pack_all(inputs.mask, view),
+        packing.pack_all(problem, inputs, view),
         bounds,
         zeros,
     )
     dq, dk, dv = _run(plan, arrays)
-    if not split:
-        return Gradients(backward_finish.dq(problem, dq, scale), dk, dv)
-    dq, sums = backward_queries.dq(problem, inputs, tuple(rows), dout, dlse, sums=wanted.scale)
-    dscale = _scale_gradient(inputs.scale, lse, sums) if wanted.scale else None
-    return Gradients(dq, dk, dv, None, dscale)
+    dscale = dsinks = None
+    if split:
+        dq, sums = backward_queries.dq(problem, inputs, tuple(rows), dout, dlse, sums=wanted.scale)
+        dscale = _scale_gradient(inputs.scale, lse, sums) if wanted.scale else None
+    else:
+        dq = backward_finish.dq(problem, dq, scale)
+    if wanted.sinks:
+        delta = -rows[1][..., : problem.query_length]
+        if dlse is not None:  # which `starts` leaves out for queries that see nothing
+            delta = jnp.where(blind, -dlse, delta)
+        dsinks = scores.sink_gradient(inputs.sinks, jnp.where(blind, sinks, lse), delta)
+    dscores = backward_scores.gradients(
+        problem, inputs, tuple(rows), dout, wanted.scores, weight if problem.sinks else 0.0, dlse
+    )
+    return Gradients(dq, dk, dv, dscores, dscale, dsinks)
 
 
 def _run(plan: Plan, arrays: Global) -> tuple[jax.Array | None, jax.Array, jax.Array]:

@@ -57,9 +57,11 @@ def compute(
         def probabilities(s_acc, dp_acc):
             shape = (ROWS, block_q)
             lse = lambda: recompute.along_columns(shared.lse.at[slot], shape)
-            if logits.folds(problem):
-                s_acc[...] = lse()
-            dp_acc[...] = recompute.along_columns(shared.delta.at[slot], shape)
+            rows = lambda: rows_of(plan, inputs, shared, place, lax.axis_index("warpgroup") * ROWS)
+            tile = recompute.Tile(plan, shared.cols, slot, lambda: place.q0, rows)
+            recompute.begin(s_acc, tile, lse)
+            delta = lambda: recompute.along_columns(shared.delta.at[slot], shape)
+            recompute.begin_slopes(dp_acc, plan, delta)
             if config.ordered:
                 intrinsics.await_turn(warpgroup)
             plgpu.wgmma(s_acc, own(k_all, warpgroup), q.T)
@@ -67,14 +69,15 @@ def compute(
             if config.ordered == "early":
                 intrinsics.give_turn(1 - warpgroup)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-            p, slope = recompute.weights(plan, inputs.scale, lambda: place.head[0], s, lse)
-            rows = lambda: rows_of(plan, inputs, shared, place, lax.axis_index("warpgroup") * ROWS)
-            p = recompute.hide(plan, shared.cols, slot, place.partial, lambda: place.q0, rows, p)
+            p, slope = recompute.weights(inputs.scale, s, tile, lse)
+            p = recompute.hide(tile, place.partial, p)
             narrow = p.astype(dtype)
-            plgpu.wgmma(dv_acc, narrow, do)
+            keep = recompute.kept(tile, block_q)
+            plgpu.wgmma(dv_acc, narrow if problem.dropout_rate == 0 else keep(p).astype(dtype), do)
             if config.ordered == "late":
                 intrinsics.give_turn(1 - warpgroup)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+            dp = recompute.slopes(tile, dp, delta, keep)
             if config.narrow == "product":
                 return narrow * dp.astype(dtype)
             if config.narrow == "weights":
@@ -148,6 +151,8 @@ def compute(
             if acc is dk_acc:
                 plgpu.barrier_arrive(barriers.kv_empty)
                 x = x * logits.factor(problem, inputs.scale, lambda: item.b)
+            elif problem.dropout_rate > 0:
+                x = x * (1 / (1 - problem.dropout_rate))
             intrinsics.store_tile(array.at[item.b, :, item.h], x.astype(dtype), k0, jnp.int32(0))
         return end
 

@@ -126,7 +126,7 @@ def dq(
     """
     traits = recompute.traits(problem, by_key=False)
     config = config or configs.choose_queries(problem, traits)
-    plan = Plan(problem, traits, config, packing.kinds(problem.mask), sums)
+    plan = Plan(problem, traits, config, packing.kinds(problem), sums)
     view = plan.view
     arrays = Global(
         inputs.query,
@@ -135,7 +135,7 @@ def dq(
         dout,
         *starts,
         inputs.scale.reshape(-1) if problem.scaled else None,
-        packing.pack_all(inputs.mask, view),
+        packing.pack_all(problem, inputs, view),
         walk.bounds(inputs.mask, problem, view) if traits.scans else {},
     )
     results = _kernel(plan)(arrays)
@@ -299,17 +299,16 @@ def compute(
         tile = visit.tile(plan, n, None if shared.tile is None else shared.tile[slot])
 
         def difference(s_acc, dp_acc):
-            if logits.folds(problem):
-                s_acc[...] = along_rows(lse)
-            dp_acc[...] = along_rows(delta)
+            where = recompute.Tile(plan, shared.cols, slot, lambda: tile.index * config.block_k, lambda: rows)
+            recompute.begin(s_acc, where, lambda: along_rows(lse))
+            recompute.begin_slopes(dp_acc, plan, lambda: along_rows(delta))
             plgpu.wgmma(s_acc, q, k.T)
             plgpu.wgmma(dp_acc, do, v.T)
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-            p, slope = recompute.weights(plan, inputs.scale, lambda: item.b, s, lambda: along_rows(lse))
-            column = lambda: tile.index * config.block_k
-            p = recompute.hide(plan, shared.cols, slot, tile.partial, column, lambda: rows, p)
+            p, slope = recompute.weights(inputs.scale, s, where, lambda: along_rows(lse))
+            p = recompute.hide(where, tile.partial, p)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-            ds, more = p * dp, total
+            ds, more = p * recompute.slopes(where, dp, lambda: along_rows(delta)), total
             if plan.sums:
                 # Zeros where the mask hides a key, whose product may be anything.
                 slopes = jnp.where(p > 0, scores.through_softcap(s, slope), 0.0)

@@ -11,7 +11,8 @@ dQ, and where there is a third stage, before its dV and dK too. Tile n, of which
     wait for S or dP; P or dS of tile n + 1; to shared memory
     wait for dQ; issue it for the next 64 columns; add the first to global memory
 
-Under a softcap warpgroup 0 passes P times its slope on as well, in the place of dS.
+Where logits have a slope (a softcap, a function of the user's), warpgroup 0 passes P times it on as well, in
+the place of dS; with dropout likewise P as it was before.
 """
 
 import itertools
@@ -22,6 +23,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax import scores
 from flashjax.backends.hopper import hidden, intrinsics, logits, recompute
 from flashjax.backends.hopper.backward_keys import current, meet, rows_of
 from flashjax.backends.hopper.config import ROWS
@@ -57,7 +59,7 @@ def _play(
     columns = lambda parts: pl.ds(parts.start * plan.part, len(parts) * plan.part)
     own_dq = [part for part in d if part < plan.parts] if plan.adds else []
     dq_type = plgpu.ACC((ROWS, plan.part), jnp.float32)
-    capped = problem.softcap is not None
+    apart = problem.bends or problem.dropout_rate > 0  # dS is not made of what dV is made of
     # Behind barriers: the loop would otherwise keep addresses of shared memory in registers.
     anew = lax.optimization_barrier
     slot_of = lambda n: anew(lax.rem(n, jnp.int32(2)))
@@ -68,34 +70,42 @@ def _play(
         stage, zero = stage_of(n), anew(jnp.int32(0))
         plgpu.barrier_wait(barriers.tile_full.at[stage])
         if role == WEIGHTS:
-            if logits.folds(problem):
-                acc[...] = recompute.along_columns(shared.lse.at[stage], TILE)
+            recompute.begin(acc, tile_of(n), lse_of(n))
             plgpu.wgmma(acc, shared.k.tile(zero), shared.q.tile(stage).T)
         else:
-            acc[...] = recompute.along_columns(shared.delta.at[stage], TILE)
+            recompute.begin_slopes(acc, plan, delta_of(n))
             plgpu.wgmma(acc, shared.v.tile(zero), shared.do.tile(stage).T)
+
+    def lse_of(n):
+        return lambda: recompute.along_columns(shared.lse.at[stage_of(n)], TILE)
+
+    def delta_of(n):
+        return lambda: recompute.along_columns(shared.delta.at[stage_of(n)], TILE)
+
+    def tile_of(n):
+        place = lambda: recompute.read_place(plan, shared, n)
+        rows = lambda: rows_of(plan, inputs, shared, place(), 0)
+        return recompute.Tile(plan, shared.cols, stage_of(n), lambda: place().q0, rows)
 
     def hand_on(x, n):
         """Make P or dS of its product, and hand it on."""
-        slot, p_slot, stage = slot_of(n), p_slot_of(n), stage_of(n)
+        slot, p_slot = slot_of(n), p_slot_of(n)
         if role == WEIGHTS:
-            place = recompute.read_place(plan, shared, n)
-            lse = lambda: recompute.along_columns(shared.lse.at[stage], TILE)
-            p, slope = recompute.weights(plan, inputs.scale, lambda: place.head[0], x, lse)
-            rows = lambda: rows_of(plan, inputs, shared, place, 0)
-            p = recompute.hide(plan, shared.cols, stage, place.partial, lambda: place.q0, rows, p)
+            tile = tile_of(n)
+            p, slope = recompute.weights(inputs.scale, x, tile, lse_of(n))
+            p = recompute.hide(tile, recompute.read_place(plan, shared, n).partial, p)
             plgpu.barrier_wait(barriers.taken.at[P_TAKEN + p_slot])
-            shared.p.at[p_slot][...] = p.astype(dtype)
-            if capped:
+            shared.p.at[p_slot][...] = recompute.dropped(tile, p).astype(dtype)
+            if apart:
                 plgpu.barrier_wait(barriers.taken.at[slot])
-                shared.ds.at[slot][...] = (p * slope).astype(dtype)
+                shared.ds.at[slot][...] = scores.through_softcap(p, slope).astype(dtype)
         else:
             plgpu.barrier_wait(barriers.handed.at[p_slot])
-            source = shared.ds.at[slot] if capped else shared.p.at[p_slot]
+            source = shared.ds.at[slot] if apart else shared.p.at[p_slot]
             p = plgpu.load(source, layout=WGMMA).astype(jnp.float32)
-            if not capped:
+            if not apart:
                 plgpu.barrier_wait(barriers.taken.at[slot])
-            shared.ds.at[slot][...] = (p * x).astype(dtype)
+            shared.ds.at[slot][...] = (p * recompute.slopes(tile_of(n), x, delta_of(n))).astype(dtype)
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers.handed.at[p_slot if role == WEIGHTS else DS_HANDED + slot])
 
@@ -180,6 +190,8 @@ def _play(
     plgpu.barrier_arrive(barriers.kv_empty)
     k0 = item.i * config.block_k
     dk = dk * logits.factor(problem, inputs.scale, lambda: item.b)
+    if problem.dropout_rate > 0:
+        dvalue = dvalue * (1 / (1 - problem.dropout_rate))
     for array, x, parts in zip(results, (dk, dvalue), (d, dv), strict=True):
         column = jnp.int32(parts.start * plan.part)
         intrinsics.store_tile(array.at[item.b, :, item.h], x.astype(dtype), k0, column)

@@ -48,9 +48,9 @@ def starts(
       total: `backward_finish.shape_of` the kernel that adds up dQ, None where there is none.
 
     Returns:
-      ``[B, N, length]`` twice: ``-lse / scale`` where `logits.folds`, else ``lse * log2(e)``, with lse inf
-      for queries that see nothing and beyond T; and ``dlse - delta``, 0 for these. Then zeros in the shape
-      ``total``, or None.
+      ``[B, N, length]`` twice: ``-lse / scale`` where `logits.folds`, ``lse`` where there are scores, else
+      ``lse * log2(e)``, with lse inf for queries that see nothing and beyond T; and ``dlse - delta``, 0 for
+      these. Then zeros in the shape ``total``, or None.
     """
     beyond = ((0, 0), (0, 0), (0, length - problem.query_length))
     lse = jnp.pad(lse, beyond, constant_values=-jnp.inf)
@@ -91,7 +91,8 @@ def starts(
         dead = own == -jnp.inf
         begin = jnp.where(dead, jnp.zeros_like(begin), begin)
         own = jnp.where(dead, jnp.full_like(own, jnp.inf), own)
-        own = own * (-1 / problem.default_scale if logits.folds(problem) else LOG2E)
+        if problem.scores is None:
+            own = own * (-1 / problem.default_scale if logits.folds(problem) else LOG2E)
         for n, x in enumerate((own, begin)):
             shared.results.at[n][...] = x
         plgpu.commit_smem()

@@ -102,6 +102,20 @@ class QueriesConfig(NamedTuple):
         return "blocks"
 
 
+class ScoresConfig(NamedTuple):
+    """How the kernel that computes the gradient of an operand of the scores is cut; fields as in `Config`."""
+
+    warpgroups: int = 2
+    stages: int = 2
+    registers: tuple[int, int] = (216, 72)
+    block_k: int = ROWS  # columns of a tile: as many as a warpgroup has rows
+
+    @property
+    def block_q(self) -> int:
+        """Rows of a block."""
+        return ROWS * self.warpgroups
+
+
 class BackwardTraits(NamedTuple):
     """What of a call, beside its sizes, decides on a config of the backward pass.
 
@@ -156,15 +170,25 @@ def choose_queries(problem: Problem, traits: BackwardTraits) -> QueriesConfig:
     if widest > 128:
         return QueriesConfig(block_k=64, stages=1)
     # What needs more registers, of the threads that compute or of the loader, spills with tiles of 128 keys.
-    if problem.softcap is not None or problem.scaled or (widest > 64 and any(traits)):
+    if problem.bends or problem.scaled or (widest > 64 and (any(traits) or problem.scores is not None)):
         return QueriesConfig(block_k=64, registers=(224, 56))
     return QueriesConfig()
+
+
+def choose_scores(problem: Problem, form: str) -> ScoresConfig:
+    """Return the config of the kernel that computes the gradient of an operand of the scores."""
+    columns = padded(problem.head_dim) + padded(problem.value_dim)
+    if columns > 256:  # as much as shared memory holds
+        return ScoresConfig(warpgroups=1, stages=1)
+    return ScoresConfig(warpgroups=1) if form == "diagonal" and columns > 128 else ScoresConfig()
 
 
 def choose_backward(problem: Problem, traits: BackwardTraits) -> BackwardConfig:
     """Return the config of the backward pass of a call; see `choose`."""
     widest = max(padded(problem.head_dim), padded(problem.value_dim))
-    if widest > 128 or problem.softcap is not None:  # by keys, softcaps spill
+    # By keys, slopes spill, and so does what is added beside a mask where all registers are taken.
+    crowded = widest > 64 and problem.scores is not None
+    if widest > 128 or problem.bends or crowded:
         columns = columns_by_roles(problem)
         # Tiles with more columns than the array move in pieces.
         pieces = traits.pieces or columns != (problem.head_dim, problem.value_dim)
@@ -177,6 +201,8 @@ def choose_backward(problem: Problem, traits: BackwardTraits) -> BackwardConfig:
         schedule = "queue" if traits.scans or problem.key_length <= 4096 else "blocks"
         return BackwardConfig(narrow=narrow, ordered="late", schedule=schedule)
     busy = traits.scans or traits.clears_queries or traits.pieces
+    if problem.dropout_rate > 0:  # with twice as many queries it spills
+        return BackwardConfig(narrow=narrow, ordered="late")
     return BackwardConfig(block_q=128, narrow=narrow, registers=(232, 40) if busy else (240, 24))
 
 
@@ -194,6 +220,7 @@ BUSY_LOADER = {(240, 24): (224, 56)}
 def _fastest(problem: Problem, traits: Traits) -> Config:
     d, dv = padded(problem.head_dim), padded(problem.value_dim)
     keys, plain = problem.key_length, problem.mask is None
+    more = problem.scores is not None or problem.dropout_rate > 0  # than a plain call has registers for
     # The loads of a query tile must run under the end of the one before where it visits few key tiles; and
     # blocks must not share the query tiles by number where these differ.
     schedule = "queue" if traits.scans or (keys > 1024 and not plain) else "static"
@@ -201,7 +228,7 @@ def _fastest(problem: Problem, traits: Traits) -> Config:
         return Config(ordered=False)  # others spill
     if max(d, dv) <= 64:
         large = Config(warpgroups=3, registers=(160, 32))
-        if traits.scans:  # key tiles of 128 spill
+        if traits.scans or more:  # key tiles of 128 spill
             return large._replace(block_k=64, stages=4, schedule=schedule, sums_first=False)
         if keys <= 1024 or (keys <= 2048 and not plain):
             small = Config(block_k=64, warpgroups=4, stages=4, registers=(112, 32))
@@ -210,8 +237,10 @@ def _fastest(problem: Problem, traits: Traits) -> Config:
             return large._replace(stages=3, schedule=schedule, sums_first=False)
         return large._replace(stages=3, ordered=False) if keys > 4096 else large._replace(schedule=schedule)
     if max(d, dv) <= 128:
-        if plain and keys >= 4096 and not traits.busy:
+        if plain and keys >= 4096 and not traits.busy and not more:
             return Config(block_k=192)  # needs all registers that a thread may have
+        if problem.bends and problem.scores is not None:
+            return Config(block_k=64, schedule=schedule)
         return Config(schedule=schedule, ordered=plain or traits.scans or isinstance(problem.mask, Causal))
     if dv <= 128 and d <= 192:
         return Config()

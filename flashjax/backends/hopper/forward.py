@@ -40,7 +40,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax import softmax
+from flashjax import dropout, softmax
 from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper import (
     hidden,
@@ -69,6 +69,12 @@ class Plan(plans.Plan):
     def persistent(self) -> bool:
         """Whether a block may compute several query tiles."""
         return self.config.schedule != "blocks"
+
+    @property
+    def natural(self) -> bool:
+        """Whether row maxima are in units of the logits: what scores add may be as large as a float can be,
+        and a factor of ``log2(e)`` would make it infinite. Otherwise they are in base 2: a product less."""
+        return self.problem.scores is not None
 
     @property
     def value_columns(self) -> int:
@@ -106,6 +112,7 @@ class Global(NamedTuple):
     k: Any
     v: Any
     scale: Any
+    sinks: Any
     operands: dict[str, Any]
     bounds: dict[str, Any]
 
@@ -141,12 +148,14 @@ class Barriers(NamedTuple):
 def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[jax.Array, jax.Array]:
     """Compute ``(out [B, T, N, Dv], lse [B, N, T])``; see the module's docstring."""
     traits = _traits(problem)
-    plan = Plan(problem, traits, config or configs.choose(problem, traits), packing.kinds(problem.mask))
+    plan = Plan(problem, traits, config or configs.choose(problem, traits), packing.kinds(problem))
     rows = plan.view.count_rows * plan.view.block_rows
-    operands = packing.pack_all(inputs.mask, plan.view)
+    operands = packing.pack_all(problem, inputs, plan.view)
     bounds = walk.bounds(inputs.mask, problem, plan.view) if traits.scans else {}
     scale = inputs.scale.reshape(-1) if problem.scaled else None
-    out, lse = _kernel(plan, rows)(Global(inputs.query, inputs.key, inputs.value, scale, operands, bounds))
+    sinks = inputs.sinks[:, :, 0, 0] if problem.sinks else None
+    arrays = Global(inputs.query, inputs.key, inputs.value, scale, sinks, operands, bounds)
+    out, lse = _kernel(plan, rows)(arrays)
     return out, lse[:, :, : problem.query_length]
 
 
@@ -353,6 +362,7 @@ def compute(
     reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, q0)
     rows = reading.Rows(reader, reader.rows())
     tile_scores = functools.partial(_scores, plan, inputs.scale, shared, rows)
+    drop = functools.partial(_drop, plan, shared, rows)
 
     plgpu.barrier_wait(barriers.q_full.at[warpgroup])
     visit = walk.follow(plan, inputs, item, q0, count)
@@ -390,9 +400,9 @@ def compute(
     s = pl.run_scoped(first_product, plgpu.ACC((ROWS, config.block_k), jnp.float32))
     s = tile_scores(visit, visit.first, slot, s)
     plgpu.barrier_arrive(barriers.k_empty.at[slot])
-    m = _full((ROWS,), -jnp.inf, WGMMA.reduce(1))
-    l = _full((ROWS, PARTS), 0.0, WGMMA)
+    m, l = _begin(plan, inputs.sinks, item)
     p, _, m, l = _softmax(plan, m, l, s)
+    p = drop(slot, p)
     state = State(_full((ROWS, plan.value_columns), 0.0, WGMMA), m, l, p.astype(problem.dtype))
 
     def wait_for_keys(n):
@@ -416,6 +426,7 @@ def compute(
             s = tile_scores(visit, n, slot, s)
             plgpu.barrier_arrive(barriers.k_empty.at[slot])
             p, alpha, m, l = _softmax(plan, state.m, state.l, s)
+            p = drop(slot, p)
             if config.sums_first:
                 grew = intrinsics.any_in_warp(alpha - 1, negative=l)
             if config.wait_early:
@@ -460,6 +471,19 @@ def _full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
+def _begin(plan: Plan, sinks: Any, item: schedule.Item) -> tuple[jax.Array, jax.Array]:
+    """Return the row maximum and sums before the first tile: `softmax.begin`, the sum in parts."""
+    sink = None
+    if plan.problem.sinks:
+        count, _ = sinks.shape
+        sink = sinks[lax.rem(item.b, jnp.int32(count)), item.h] * (1.0 if plan.natural else LOG2E)
+    layout = WGMMA.reduce(1)
+    if sink is None:
+        return _full((ROWS,), -jnp.inf, layout), _full((ROWS, PARTS), 0.0, WGMMA)
+    m = plgpu.layout_cast(lax.broadcast_in_dim(sink, (ROWS,), []), layout)
+    return m, _full((ROWS, PARTS), 1 / PARTS, WGMMA)
+
+
 def _scores(
     plan: Plan,
     scales: Any,
@@ -474,20 +498,33 @@ def _scores(
     problem = plan.problem
     if not logits.folds(problem):
         s, _ = logits.logits(problem, scales, lambda: rows.reader.b, s)
-    if not plan.masked:
+    if not plan.masked and problem.scores is None:
         return s
     tile = visit.tile(plan, n, None if shared.tile is None else shared.tile[slot])
+    block_k = plan.config.block_k
+    if problem.scores is not None:
+        s = reading.changed(plan, rows, shared.cols, slot, tile.index * block_k, s)
+    if not plan.masked:
+        return s
 
     def hide(s):
-        block_k = plan.config.block_k
         seen = reading.seen(plan, rows, shared.cols, slot, tile.index * block_k, block_k)
         return jnp.where(seen, s, -jnp.inf)
 
     return lax.cond(tile.partial, hide, lambda s: s, s)
 
 
+def _drop(plan: Plan, shared: Shared, rows: reading.Rows, slot: Any, p: jax.Array) -> jax.Array:
+    """Zero what dropout drops; the sums of the row are of all."""
+    rate = plan.problem.dropout_rate
+    if rate == 0:
+        return p
+    words = reading.dropout_words(plan, rows, shared.cols, slot, None, p.shape[1])
+    return intrinsics.drop(p, words, dropout.threshold(rate), turned=False)
+
+
 def _softmax(plan: Plan, m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[jax.Array, ...]:
-    """Take one step of the online softmax in base 2, with the scale folded in where it can be."""
+    """Take one step of the online softmax: in base 2, with the scale folded in where it can be."""
     problem = plan.problem
     unit = (problem.default_scale if logits.folds(problem) else 1.0) * LOG2E
 
@@ -498,6 +535,8 @@ def _softmax(plan: Plan, m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[jax.
             parts = [x + y for x, y in zip(parts[::2], parts[1::2], strict=False)] + rest
         return parts[0]
 
+    if plan.natural:
+        return softmax.step(m, l, s, exp=lambda x: jnp.exp2(x * LOG2E), total=total, slack=SLACK / LOG2E)
     return softmax.step(m, l, s, unit=unit, exp=jnp.exp2, total=total, slack=SLACK)
 
 
@@ -507,11 +546,14 @@ def _store(plan: Plan, results: tuple[Any, Any], shared: Shared, item: schedule.
     o, m, l = state
     out, lse = results
     warpgroup = _own_warpgroup()
-    inverse, lse_log2 = softmax.finish(m, l.sum(axis=1), log=jnp.log2)
+    log = (lambda x: jnp.log2(x) / LOG2E) if plan.natural else jnp.log2
+    inverse, total = softmax.finish(m, l.sum(axis=1), log=log)
+    if problem.dropout_rate > 0:
+        inverse = inverse * (1 / (1 - problem.dropout_rate))
     if plan.persistent:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     shared.o.tile(warpgroup)[...] = (o * softmax.spread(inverse, o)).astype(problem.dtype)
-    shared.lse.at[warpgroup][...] = lse_log2 / LOG2E
+    shared.lse.at[warpgroup][...] = total if plan.natural else total / LOG2E
     plgpu.commit_smem()
     q0 = item.i * config.block_q + warpgroup * ROWS
     transfers.store(shared.o, warpgroup, out, item.b, q0, item.h)

@@ -107,7 +107,7 @@ def _seen(
 
     def query(n, seen):
         q = q0 + n
-        operands = reader.line(shared.cols, slot, start, k0, q)
+        operands = reader.line(problem.mask.operands(), shared.cols, slot, start, k0, q)
         q = lax.broadcast_in_dim(q, k.shape, [])
         now = reading.visible(problem.mask, (b, reader.h, q, k), operands, layout)
         return jnp.where(now & (k < problem.key_length), one, seen)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mosaic
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, scf, vector
 
 from flashjax.backends.hopper.config import WARPGROUP
 
@@ -189,6 +189,313 @@ def load_tile(ref: Any, columns: int) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(load)(ref)
 
 
+def drop(x: jax.Array, words: tuple[jax.Array, ...], threshold: int, turned: bool) -> jax.Array:
+    """Zero what dropout drops of a tile.
+
+    Args:
+      x: float32 ``[64, columns]`` in the layout of an accumulator.
+      words: those of `dropout.join`, for each key, and for each query two; uint32 in the layouts of rows and
+        of columns. Tiles begin at multiples of 16.
+      threshold: `dropout.threshold` of the rate.
+      turned: whether rows are keys and columns queries.
+    """
+
+    def drop(_, x, column, row_a, row_b, least):
+        zero = arith.constant(ir.F32Type.get(), _float32(0))
+        kept = _decisions(column, row_a, row_b, least, turned)
+        pairs = []
+        for n, pair in enumerate(x.registers.flat):
+            values = [
+                arith.select(kept[n // 2, n % 2, i], vector.extract(pair, [], [i]), zero) for i in (0, 1)
+            ]
+            pairs.append(vector.from_elements(pair.type, values))
+        return _accumulator(pairs, x.shape[1])
+
+    drop.__name__ = "drop_turned" if turned else "drop"
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=plgpu.Layout.WGMMA)
+    types = (plgpu.Layout.WGMMA, *_word_layouts(turned), plgpu.Layout.WG_SPLAT)
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(drop)(x, *words, _least(threshold))
+
+
+def keep_bits(words: tuple[jax.Array, ...], count: int, threshold: int, turned: bool) -> jax.Array:
+    """Return what dropout keeps of a tile ``[64, count]``, for `pick`: see `drop`.
+
+    Returns:
+      int32 ``[64, 8]``: bit n of each number in column c says whether column ``8 n + c`` is kept.
+    """
+
+    def keep_bits(_, column, row_a, row_b, least):
+        kept = _decisions(column, row_a, row_b, least, turned)
+        pairs = []
+        for down in (0, 1):
+            bits = [_int32(0), _int32(0)]
+            for n in range(count // 8):
+                for i in (0, 1):
+                    bit = arith.select(kept[n, down, i], _int32(1 << n), _int32(0))
+                    bits[i] = arith.ori(bits[i], bit)
+            pairs.append(vector.from_elements(ir.VectorType.get((2,), _int32_type()), bits))
+        return _accumulator(pairs, 8, signed=True)
+
+    keep_bits.__name__ = "keep_bits_turned" if turned else "keep_bits"
+    result = plgpu.ShapeDtypeStruct((64, 8), jnp.int32, layout=plgpu.Layout.WGMMA)
+    types = (*_word_layouts(turned), plgpu.Layout.WG_SPLAT)
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(keep_bits)(*words, _least(threshold))
+
+
+def pick(bits: jax.Array, x: jax.Array) -> jax.Array:
+    """Zero what `keep_bits` does not keep of a tile."""
+
+    def pick(_, bits, x):
+        zero = arith.constant(ir.F32Type.get(), _float32(0))
+        own = [[vector.extract(pair, [], [i]) for i in (0, 1)] for pair in bits.registers.flat]
+        pairs = []
+        for n, pair in enumerate(x.registers.flat):
+            values = []
+            for i in (0, 1):
+                bit = arith.andi(own[n % 2][i], _int32(1 << (n // 2)))
+                kept = arith.cmpi(arith.CmpIPredicate.ne, bit, _int32(0))
+                values.append(arith.select(kept, vector.extract(pair, [], [i]), zero))
+            pairs.append(vector.from_elements(pair.type, values))
+        return _accumulator(pairs, x.shape[1])
+
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=plgpu.Layout.WGMMA)
+    types = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA)
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(pick)(bits, x)
+
+
+def _least(threshold: int) -> jax.Array:
+    """Return the threshold in the upper half of a word."""
+    return jnp.int32(np.int64(threshold << 16).astype(np.int32))
+
+
+def _word_layouts(turned: bool) -> tuple[Any, Any, Any]:
+    rows, columns = ROWS, plgpu.Layout.WGMMA.reduce(0)
+    return (rows, columns, columns) if turned else (columns, rows, rows)
+
+
+def _decisions(column: Any, row_a: Any, row_b: Any, least: Any, turned: bool) -> dict[Any, Any]:
+    """Say what dropout keeps, by group of eight columns, row of the two, and column of the two.
+
+    The joining round of `dropout`; a thread holds both keys that share a word: eight columns apart, or eight
+    rows.
+    """
+    least = least.registers.item()
+    number = lambda x, n, i: vector.extract(x.registers.flat[n], [], [i])
+    along = lambda x, n, i: number(x, n, i)  # a number for each column: of group n, the i-th of two
+    down = lambda x, n: number(x, n, 0)  # a number for each of the two rows
+    groups = len((row_a if turned else column).registers.flat)
+    kept = {}
+
+    def join(column, a, b):
+        x = arith.muli(arith.xori(column, a), _uint32(0x7FEB352D))
+        x = arith.xori(arith.xori(x, arith.shrui(x, _int32(15))), b)
+        return arith.muli(x, _uint32(0x846CA68B))
+
+    def decide(x):
+        # The word is x ^ (x >> 16); its halves are compared where they are, or shifted up.
+        low = arith.xori(arith.shli(x, _int32(16)), x)
+        return (arith.cmpi(arith.CmpIPredicate.uge, y, least) for y in (low, x))
+
+    for i in (0, 1):
+        if turned:
+            for n in range(groups):
+                x = join(down(column, 0), along(row_a, n, i), along(row_b, n, i))
+                kept[n, 0, i], kept[n, 1, i] = decide(x)
+        else:
+            for n in range(0, groups, 2):
+                for row in (0, 1):
+                    x = join(along(column, n, i), down(row_a, row), down(row_b, row))
+                    kept[n, row, i], kept[n + 1, row, i] = decide(x)
+    return kept
+
+
+def load_numbers(ref: Any, row: jax.Array, column: jax.Array, count: int, turned: bool) -> jax.Array:
+    """Load a tile of an array of numbers, of 32 bits or fewer each, that need not be aligned in any way.
+
+    What lies beyond the end of the array are repetitions of its last row or column.
+
+    Args:
+      ref: ``[rows, columns]`` in global memory, or ``[columns, rows]`` if turned.
+      row, column: where the tile begins, int32.
+      count: columns of the tile; column is a multiple of it.
+      turned: whether the array lies the other way round.
+
+    Returns:
+      float32 ``[64, count]`` in the layout of an accumulator.
+    """
+
+    def load(_, ref, row, column):
+        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
+        kind = ir.MemRefType(ref.type)
+        sizes, (strides, _) = list(kind.shape), kind.get_strides_and_offset()
+        if turned:
+            sizes, strides = sizes[::-1], strides[::-1]
+        base = mosaic.utils.memref_ptr(ref)
+        place = zip(_own_place(), (row, column), strict=True)
+        own_row, own_column = (arith.addi(x, at.registers.item()) for x, at in place)
+        paired = strides[1] == 1 and sizes[1] % 2 == 0 and strides[0] % 2 == 0
+        pair_of = ir.VectorType.get((2,), kind.element_type)
+
+        def pointer(*terms):
+            """Return where ``(index, most, stride)`` lead to."""
+            offset = None
+            for index, most, stride in terms:
+                if most is not None:
+                    index = arith.minsi(index, _int32(most))
+                term = arith.muli(arith.extsi(i64, index), arith.constant(i64, stride))
+                offset = term if offset is None else arith.addi(offset, term)
+            return llvm.getelementptr(base.type, base, [offset], [DYNAMIC], kind.element_type, None)
+
+        rows = [(arith.addi(own_row, _int32(8 * down)), sizes[0] - 1, strides[0]) for down in (0, 1)]
+        clip = lambda most: None if sizes[1] % count == 0 else most
+        pairs = []
+        for first in range(0, count, 8):
+            columns = [arith.addi(own_column, _int32(first + i)) for i in (0, 1)]
+            for at in rows:
+                if paired:
+                    x = llvm.load(pair_of, pointer(at, (columns[0], clip(sizes[1] - 2), 1)))
+                else:
+                    x = vector.from_elements(
+                        pair_of,
+                        [
+                            llvm.load(kind.element_type, pointer(at, (c, clip(sizes[1] - 1), strides[1])))
+                            for c in columns
+                        ],
+                    )
+                pairs.append(x if kind.element_type == f32 else arith.extf(ir.VectorType.get((2,), f32), x))
+        return _accumulator(pairs, count)
+
+    load.__name__ = "numbers_turned" if turned else "numbers"
+    return _tile_of(load, count)(ref, row, column)
+
+
+def load_diagonals(
+    ref: Any, row: jax.Array, column: jax.Array, count: int, queries: int, turned: bool
+) -> jax.Array:
+    """Load numbers by relative position to the places of a tile of scores.
+
+    Args:
+      ref: ``[queries + keys - 1]`` in global memory, of 32 bits or fewer each.
+      row, column: where the tile begins, int32.
+      count: its columns.
+      queries: T; that of query i and key j is at ``j - i + T - 1``.
+      turned: whether the rows are keys and the columns queries.
+
+    Returns:
+      float32 ``[64, count]`` in the layout of an accumulator; anything beyond the lengths.
+    """
+
+    def load(_, ref, row, column, last):
+        f32 = ir.F32Type.get()
+        kind = ir.MemRefType(ref.type)
+        base = mosaic.utils.memref_ptr(ref)
+        place = zip(_own_place(), (row, column), strict=True)
+        own_row, own_column = (arith.addi(x, at.registers.item()) for x, at in place)
+        q, k = (own_column, own_row) if turned else (own_row, own_column)
+        start = arith.addi(arith.subi(k, q), last.registers.item())
+        # Eight rows down and eight columns on is the same diagonal.
+        values = {}
+        for step in range(-1, count // 8):
+            for i in (0, 1):
+                distance = 8 * step + i
+                index = arith.addi(start, _int32(-distance if turned else distance))
+                index = arith.minsi(arith.maxsi(index, _int32(0)), _int32(kind.shape[0] - 1))
+                pointer = llvm.getelementptr(base.type, base, [index], [DYNAMIC], kind.element_type, None)
+                x = llvm.load(kind.element_type, pointer)
+                values[step, i] = x if kind.element_type == f32 else arith.extf(f32, x)
+        pair_of = ir.VectorType.get((2,), f32)
+        pairs = [
+            vector.from_elements(pair_of, [values[n - down, i] for i in (0, 1)])
+            for n in range(count // 8)
+            for down in (0, 1)
+        ]
+        return _accumulator(pairs, count)
+
+    load.__name__ = "diagonals_turned" if turned else "diagonals"
+    return _tile_of(load, count, 3)(ref, row, column, jnp.int32(queries - 1))
+
+
+def store_numbers(ref: Any, tile: jax.Array, row: jax.Array, column: jax.Array) -> None:
+    """Store a tile of numbers, rounded to the dtype of the array, and nothing beyond its end.
+
+    Args:
+      ref: ``[rows, columns]`` in global memory, of 32 bits or fewer each.
+      tile: float32 ``[64, count]`` in the layout of an accumulator.
+      row, column: where it goes, int32.
+    """
+
+    def put(_, ref, tile, row, column):
+        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
+        kind = ir.MemRefType(ref.type)
+        sizes, (strides, _) = kind.shape, kind.get_strides_and_offset()
+        base = mosaic.utils.memref_ptr(ref)
+        place = zip(_own_place(), (row, column), strict=True)
+        own_row, own_column = (arith.addi(x, at.registers.item()) for x, at in place)
+        below = lambda x, most: arith.cmpi(arith.CmpIPredicate.slt, x, _int32(most))
+        for n, pair in enumerate(tile.registers.flat):
+            at = arith.addi(own_row, _int32(8 * (n % 2)))
+            start = arith.muli(arith.extsi(i64, at), arith.constant(i64, strides[0]))
+            for i in (0, 1):
+                column = arith.addi(own_column, _int32(8 * (n // 2) + i))
+                inside = arith.andi(below(at, sizes[0]), below(column, sizes[1]))
+                x = vector.extract(pair, [], [i])
+                with ir.InsertionPoint(scf.IfOp(inside).then_block):
+                    offset = arith.addi(start, arith.extsi(i64, column))
+                    to = llvm.getelementptr(base.type, base, [offset], [DYNAMIC], kind.element_type, None)
+                    llvm.store(x if kind.element_type == f32 else arith.truncf(kind.element_type, x), to)
+                    scf.yield_([])
+
+    put.__name__ = "put_numbers"
+    splat = plgpu.Layout.WG_SPLAT
+    _inline(put, (plgpu.RefType(), plgpu.Layout.WGMMA, splat, splat))(ref, tile, row, column)
+
+
+def sum_diagonals(ref: Any) -> jax.Array:
+    """Sum a square tile in shared memory along its diagonals.
+
+    Args:
+      ref: float32 ``[64, 64]``.
+
+    Returns:
+      float32 ``[128]``: the n-th is the sum of what lies ``n - 63`` columns right of the main diagonal.
+    """
+
+    def diagonal_sums(_, ref):
+        index, f32 = ir.IndexType.get(), ir.F32Type.get()
+        thread = arith.remui(mosaic.utils.thread_idx(), _int32(WARPGROUP))
+        zero = arith.constant(f32, _float32(0))
+        total = zero
+        for row in range(64):
+            column = arith.addi(thread, _int32(row - 63))
+            inside = arith.cmpi(arith.CmpIPredicate.ult, column, _int32(64))
+            safe = arith.index_cast(index, arith.select(inside, column, _int32(0)))
+            x = memref.load(ref, [arith.constant(index, row), safe])
+            total = arith.addf(total, arith.select(inside, x, zero))
+        layout = mosaic.WGStridedFragLayout((WARPGROUP,), 1)
+        registers = np.empty((1,), dtype=object)
+        registers[0] = vector.from_elements(ir.VectorType.get((1,), f32), [total])
+        return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    layout = plgpu.Layout.WG_STRIDED((WARPGROUP,), 1)
+    result = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.float32, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(diagonal_sums)(ref)
+
+
+def _tile_of(function: Callable, count: int, numbers: int = 2) -> Callable:
+    """Return a call of ``function(context, ref, *numbers)``, which loads ``[64, count]``."""
+    result = plgpu.ShapeDtypeStruct((64, count), jnp.float32, layout=plgpu.Layout.WGMMA)
+    types = (plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * numbers)
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(function)
+
+
+def _accumulator(pairs: list[Any], columns: int, signed: bool | None = None) -> Any:
+    """Make a tile of registers in the order of columns, then of the two rows of a thread."""
+    layout = mosaic.WGMMA_LAYOUT
+    registers = np.empty(layout.registers_shape((64, columns)), dtype=object)
+    registers.flat[:] = pairs
+    return mosaic.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
+
+
 def _quarters(ref: Any, registers: Any) -> Any:
     """Pair off registers of two numbers each, with the address of the four in global memory."""
     i32, f32 = _int32_type(), ir.F32Type.get()
@@ -296,6 +603,10 @@ def _int32_type() -> Any:
 
 def _int32(value: int) -> Any:
     return arith.constant(_int32_type(), value)
+
+
+def _uint32(value: int) -> Any:
+    return _int32(value - 2**32 if value >= 2**31 else value)
 
 
 def _float32(value: float) -> Any:

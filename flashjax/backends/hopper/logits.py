@@ -1,4 +1,7 @@
-"""From products to logits in a kernel: the scale and the softcap, with the kernel's own tanh."""
+"""From products to logits in a kernel: the scale and the softcap, with the kernel's own tanh.
+
+What `scores.Scores` do comes after it, in `reading`: they depend on the place.
+"""
 
 import math
 from typing import Any
@@ -18,7 +21,17 @@ NEAR = 0.625  # up to where the polynomial of tanh holds
 
 def folds(problem: Problem) -> bool:
     """Whether products become logits by a constant factor, which other arithmetic can take in."""
+    return plain(problem) and problem.scores is None
+
+
+def plain(problem: Problem) -> bool:
+    """Whether products become what the scores change by a constant factor."""
     return not problem.scaled and problem.softcap is None
+
+
+def adds(problem: Problem) -> bool:
+    """Whether logits are a constant times the products, plus what depends on the place alone."""
+    return plain(problem) and problem.scores is not None and problem.scores.additive
 
 
 def factor(problem: Problem, scales: Any, b: Any) -> Any:
@@ -35,7 +48,7 @@ def logits(problem: Problem, scales: Any, b: Any, s: jax.Array) -> tuple[jax.Arr
       b: ``b()`` is the batch row.
       s: products of a tile.
     """
-    return scores.logits(s, factor(problem, scales, b), problem.softcap, None, tanh=tanh)
+    return scores.logits(s, factor(problem, scales, b), problem.softcap, tanh=tanh)
 
 
 def tanh(x: jax.Array) -> jax.Array:

@@ -1,27 +1,35 @@
-"""What a mask reads, in the form in which the kernel reads it.
+"""What a mask, the scores and dropout read, in the form in which the kernel reads it.
 
 The rows of a kernel's tile are queries and its columns keys, or the other way round where the kernel is
 ``by_key``. A resolved operand has the dimensions [b, h, q, k], each of size 1 or full. What a tile of 64
 rows needs of it depends on which of them are full:
 
-    neither   "scalar"  one number a batch row and head, read from global memory
-    rows      "rows"    a vector of 64, held in registers
-    columns   "cols"    a vector, brought into shared memory by the loader beside what it streams
-    both      "bits"    boolean only: 32 columns are packed into a word, and a tile is vectors of words
+    neither   "scalar"    one number a batch row and head, read from global memory
+    rows      "rows"      a vector of 64, held in registers
+    columns   "cols"      a vector, brought into shared memory by the loader beside what it streams
+    both      "bits"      of booleans: 32 columns are packed into a word, and a tile is vectors of words
+              "tile"      of numbers: as it is, read from global memory
+    relative  "diagonal"  one number a relative position, as it is, read from global memory
 
 `pack` makes the arrays, in XLA; nothing it makes is larger than an eighth of what it reads, or than a
 vector per row and head.
 `reading.Reader` reads them in the kernel.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from flashjax.masks import CustomMask, Mask, Operand
+from flashjax import dropout
+from flashjax.masks import CustomMask
+from flashjax.operands import Operand, indices
+from flashjax.problem import Inputs, Problem
 
 WORD = 32
+SCORES = "scores:"  # before the names of what the scores read
+ROW_A, ROW_B, COLUMN = WORDS = "dropout:row_a", "dropout:row_b", "dropout:column"
 MOST_VECTORS = 7  # that fit into shared memory beside the tiles of the largest heads, whatever their dtypes
 
 
@@ -29,7 +37,7 @@ class Kind(NamedTuple):
     """How one operand is stored.
 
     Attributes:
-      form: "scalar", "rows", "cols" or "bits".
+      form: "scalar", "rows", "cols", "bits", "tile" or "diagonal".
       dtype: of the stored numbers.
       boolean: whether its numbers stand for booleans.
       heads: whether they differ by head.
@@ -45,53 +53,90 @@ class Kind(NamedTuple):
 
 def form_of(operand: Operand, by_key: bool = False) -> str:
     _, _, *sizes = operand.array.shape
+    if operand.relative:
+        return "diagonal" if sizes[1] > 1 else "scalar"
     rows, columns = reversed(sizes) if by_key else sizes
-    return {(False, False): "scalar", (True, False): "rows", (False, True): "cols", (True, True): "bits"}[
+    both = "bits" if operand.array.dtype == jnp.bool_ else "tile"
+    return {(False, False): "scalar", (True, False): "rows", (False, True): "cols", (True, True): both}[
         rows > 1, columns > 1
     ]
 
 
-def refusal(mask: Mask) -> str | None:
-    """Say why the kernel cannot read what a mask reads, or None."""
+def refusal(problem: Problem) -> str | None:
+    """Say why the kernel cannot read what the mask and the scores of a call read, or None."""
     is_custom = lambda part: isinstance(part, CustomMask)
-    custom = any(map(is_custom, jax.tree.leaves(mask, is_leaf=is_custom)))
-    for name, operand in mask.operands().items():
+    custom = any(map(is_custom, jax.tree.leaves(problem.mask, is_leaf=is_custom)))
+    named = operands(problem)
+    for name, operand in named.items():
         dtype = operand.array.dtype
-        if dtype == jnp.bool_:
+        scored = name.startswith(SCORES)
+        if dtype == jnp.bool_ or (scored and jnp.issubdtype(dtype, jnp.floating)):
             continue
         what = f"the mask's operand {name!r}"
+        if scored:
+            what = f"the operand {name.removeprefix(SCORES).removeprefix('function.')!r} of the scores"
         if dtype.itemsize > 4:
             return f"{what} has dtype {dtype}; the kernel reads up to 32 bits"
-        if dtype.itemsize < 4 and custom:
+        if dtype.itemsize < 4 and (custom or scored):
             # The kernel computes with 32 bits, a function of the user's might overflow or round with fewer.
-            return f"{what} has dtype {dtype}, and a CustomMask in the kernel computes with 32 bits"
-        if form_of(operand) == "bits":
-            return f"{what} has one {dtype} per query and key; the kernel reads only booleans of that kind"
-    vectors = [n for n, x in mask.operands().items() if form_of(x) in ("rows", "cols")]
+            return f"{what} has dtype {dtype}, and a function in the kernel computes with 32 bits"
+        if form_of(operand) in ("tile", "diagonal"):
+            kinds = "booleans and, in scores, floating numbers"
+            return f"{what} has one {dtype} per query and key; the kernel reads only {kinds} of that kind"
+    vectors = [n for n, x in named.items() if form_of(x) in ("rows", "cols")]
     if len(vectors) > MOST_VECTORS:
-        return f"the mask reads {len(vectors)} vectors over queries or keys; the kernel holds {MOST_VECTORS}"
+        return f"the call reads {len(vectors)} vectors over queries or keys; the kernel holds {MOST_VECTORS}"
     return None
 
 
-def kinds(mask: Mask | None, by_key: bool = False) -> dict[str, Kind]:
-    """Describe the operands of a mask, by name."""
-    if mask is None:
-        return {}
-    return {
-        name: Kind(
-            form_of(operand, by_key),
-            stored(operand.array.dtype),
-            operand.array.dtype == jnp.bool_,
+def operands(problem: Problem, inputs: Inputs | None = None) -> dict[str, Operand]:
+    """Return all that the kernels read beside the tiles, by name: of a call's inputs, or else abstract."""
+    source = problem if inputs is None else inputs
+    found = {} if source.mask is None else dict(source.mask.operands())
+    if source.scores is not None:
+        found |= {SCORES + name: x for name, x in source.scores.operands().items()}
+    if problem.dropout_rate > 0:
+        words = functools.partial(_dropout_words, problem)
+        arrays = jax.eval_shape(words, _WORDS) if inputs is None else words(inputs.dropout_words)
+        found |= {name: Operand(x, "bhqk") for name, x in zip(WORDS, arrays, strict=True)}
+    return found
+
+
+_WORDS = jax.ShapeDtypeStruct((1, 2), jnp.uint32)
+
+
+def _dropout_words(problem: Problem, words: jax.Array) -> tuple[jax.Array, ...]:
+    """Return what `dropout.join` takes: two words for each query of each head, and one for each key."""
+    both = tuple(words[:, n].reshape(-1, 1, 1, 1) for n in (0, 1))
+    b, h, q, k = indices(problem.batch, problem.heads, problem.query_length, problem.key_length)
+    b = b % problem.batch_period
+    if problem.broadcast_dropout:
+        b, h = b[:1] * 0, h[:, :1] * 0
+    copies = max(b.shape[0] // words.shape[0], 1)
+    rows = dropout.row_words(tuple(jnp.tile(x, (copies, 1, 1, 1)) for x in both), b, h, q)
+    return *rows, dropout.column_words(both, k)
+
+
+def kinds(problem: Problem, by_key: bool = False) -> dict[str, Kind]:
+    """Describe the operands of a call, by name."""
+
+    def kind(operand):
+        form, dtype = form_of(operand, by_key), operand.array.dtype
+        as_it_is = form in ("tile", "diagonal") and dtype.itemsize <= 4
+        return Kind(
+            form,
+            dtype if as_it_is else stored(dtype),
+            dtype == jnp.bool_,
             operand.array.shape[1] > 1,
             operand.block[by_key],
         )
-        for name, operand in mask.operands().items()
-    }
+
+    return {name: kind(operand) for name, operand in operands(problem).items()}
 
 
-def pack_all(mask: Mask | None, view: Any) -> dict[str, jax.Array]:
-    """Bring the operands of a mask into their stored forms, by name; view is the kernel's `walk.View`."""
-    return {} if mask is None else {name: pack(x, view) for name, x in mask.operands().items()}
+def pack_all(problem: Problem, inputs: Inputs, view: Any) -> dict[str, jax.Array]:
+    """Bring the operands of a call into their stored forms, by name; view is the kernel's `walk.View`."""
+    return {name: pack(x, view) for name, x in operands(problem, inputs).items()}
 
 
 def pack(operand: Operand, view: Any) -> jax.Array:
@@ -103,13 +148,17 @@ def pack(operand: Operand, view: Any) -> jax.Array:
 
     Returns:
       ``[b, h]``, ``[b, h, rows]``, ``[b, h, columns]``, or for "bits" uint32 ``[b, h, columns / 32, rows]``
-      (entries in place of rows where they stand for several); rows and columns in whole tiles.
+      (entries in place of rows where they stand for several); rows and columns in whole tiles. For "tile"
+      ``[b, h, T, S]`` and for "diagonal" ``[b, h, T + S - 1]``.
     """
     form = form_of(operand, view.by_key)
     x = operand.array
     rows, columns = view.count_rows * view.block_rows, view.count_columns * view.block_columns
     if form == "bits":
         return _words(operand, view, rows, columns)
+    if form in ("tile", "diagonal"):
+        x = x if x.dtype.itemsize <= 4 else x.astype(jnp.float32)
+        return x if form == "tile" else x[:, :, 0]
     x = x.astype(stored(x.dtype))
     if form == "scalar":
         return x[:, :, 0, 0]

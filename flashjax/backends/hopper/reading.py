@@ -1,4 +1,4 @@
-"""Reading a mask's operands in the kernel, and evaluating the mask on a tile.
+"""Reading operands in the kernel, and evaluating the mask and the scores on a tile.
 
 `packing` says in which form each operand is stored.
 """
@@ -13,9 +13,9 @@ import jax.extend as jex
 import jax.numpy as jnp
 from jax import lax
 
-from flashjax.backends.hopper import intrinsics
+from flashjax.backends.hopper import intrinsics, packing
 from flashjax.backends.hopper.config import ROWS
-from flashjax.backends.hopper.packing import WORD, Kind
+from flashjax.backends.hopper.packing import SCORES, WORD, Kind
 from flashjax.masks import Mask
 
 WGMMA = plgpu.Layout.WGMMA
@@ -43,9 +43,9 @@ class Reader(NamedTuple):
         b, h = ref.shape[:2]
         return ref.at[lax.rem(self.b, jnp.int32(b)), self.h if h > 1 else 0]
 
-    def scalars(self) -> dict[str, Any]:
-        """Read what depends on neither row nor column."""
-        return {n: self._number(n, self.at(n)[...]) for n, k in self.kinds.items() if k.form == "scalar"}
+    def scalars(self, names: Any) -> dict[str, Any]:
+        """Read those among ``names`` that depend on neither row nor column."""
+        return {n: self._number(n, self.at(n)[...]) for n in names if self.kinds[n].form == "scalar"}
 
     def rows(self, known: Any = ()) -> dict[str, jax.Array]:
         """Read what depends on the row alone, and is not known: vectors of 64."""
@@ -56,19 +56,29 @@ class Reader(NamedTuple):
         }
 
     def tile(
-        self, rows: dict[str, jax.Array], cols: dict[str, Any], slot: Any, first: Any, columns: jax.Array
+        self,
+        names: Any,
+        view: Any,
+        rows: dict[str, jax.Array],
+        cols: dict[str, Any],
+        slot: Any,
+        first: Any,
+        columns: jax.Array,
     ) -> dict[str, Any]:
-        """Return every operand for the tile that begins at column ``first``: numbers, or arrays like it.
+        """Return operands for the tile that begins at column ``first``: numbers, or arrays like it.
 
         Args:
+          names: of the operands.
+          view: the kernel's `walk.View`.
           rows: what `rows` returned.
           cols: the buffers of "cols" operands, in shared memory.
           slot: which stage of them holds the tile.
           first: position of the first column.
           columns: positions of the columns ``[64, columns]``.
         """
-        values = self.scalars()
-        for name, kind in self.kinds.items():
+        values = self.scalars(names)
+        for name in names:
+            kind = self.kinds[name]
             if kind.form == "rows":
                 x = lax.broadcast_in_dim(rows[name], columns.shape, [0])
             elif kind.form == "cols":
@@ -77,17 +87,27 @@ class Reader(NamedTuple):
             elif kind.form == "bits":
                 words = self._tile_of_words(name, kind, first, columns.shape)
                 x = (words >> lax.rem(columns, jnp.int32(WORD)).astype(jnp.uint32)) & jnp.uint32(1)
+            elif kind.form == "tile":
+                x = intrinsics.load_numbers(self.at(name), self.start, first, columns.shape[1], view.by_key)
+            elif kind.form == "diagonal":
+                queries = view.columns if view.by_key else view.rows
+                x = intrinsics.load_diagonals(
+                    self.at(name), self.start, first, columns.shape[1], queries, view.by_key
+                )
             else:
                 continue
             values[name] = x != 0 if kind.boolean else x
         return values
 
-    def line(self, cols: dict[str, Any], slot: Any, start: int, k0: Any, q: Any) -> dict[str, Any]:
-        """Return every operand for query ``q`` and the 64 keys from ``k0`` on: numbers, or vectors of 64.
+    def line(
+        self, names: Any, cols: dict[str, Any], slot: Any, start: int, k0: Any, q: Any
+    ) -> dict[str, Any]:
+        """Return operands for query ``q`` and the 64 keys from ``k0`` on: numbers, or vectors of 64.
 
         Of a kernel whose rows are queries.
 
         Args:
+          names: of the operands.
           cols: the buffers of "cols" operands, in shared memory.
           slot: which stage of them holds the tile.
           start: the first key's place in the tile.
@@ -95,8 +115,9 @@ class Reader(NamedTuple):
           q: the query.
         """
         layout = WGMMA.reduce(1)
-        values = self.scalars()
-        for name, kind in self.kinds.items():
+        values = self.scalars(names)
+        for name in names:
+            kind = self.kinds[name]
             if kind.form == "rows":
                 x = self.at(name)[q]
             elif kind.form == "cols":
@@ -156,20 +177,107 @@ class Rows(NamedTuple):
 
 def seen(plan: Any, rows: Rows, cols: dict[str, Any], slot: Any, first: Any, count: int) -> jax.Array:
     """Say of each of 64 rows and ``count`` columns from ``first`` on whether the query sees the key."""
-    problem, shape = plan.problem, (ROWS, count)
-    column = _positions(plan, shape[1], 1)
-    columns = lax.broadcast_in_dim(column + first, shape, [1])
+    problem = plan.problem
+    columns = _columns(plan, first, count)
     if problem.mask is None and not plan.view.by_key:
         return columns < problem.key_length
-    row = _positions(plan, shape[0], 0)
-    lines = lax.broadcast_in_dim(row + rows.reader.start, shape, [0])
-    q, k = (columns, lines) if plan.view.by_key else (lines, columns)
+    position = _position(plan, rows, columns)
+    k = position[3]
     if problem.mask is None:
         return k < problem.key_length
-    operands = rows.reader.tile(rows.values, cols, slot, first, columns)
-    b = lax.rem(rows.reader.b, jnp.int32(problem.batch_period))
-    result = visible(problem.mask, (b, rows.reader.h, q, k), operands, WGMMA)
+    operands = rows.reader.tile(problem.mask.operands(), plan.view, rows.values, cols, slot, first, columns)
+    result = visible(problem.mask, position, operands, WGMMA)
     return result & (k < problem.key_length) if plan.ragged else result
+
+
+def changed(plan: Any, rows: Rows, cols: dict[str, Any], slot: Any, first: Any, s: jax.Array) -> jax.Array:
+    """Return the logits that the scores make of ``s``, 64 rows by columns from ``first`` on."""
+    scores, (position, operands) = plan.problem.scores, _of_scores(plan, rows, cols, slot, first, s.shape[1])
+    apply = lowered(lambda s, position, operands: scores.apply(s, position, operands))
+    return _like(apply(s, position, operands), s)
+
+
+def changed_with_slope(
+    plan: Any, rows: Rows, cols: dict[str, Any], slot: Any, first: Any, s: jax.Array, slope: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return what `changed` does, and its slope by ``s`` times the one before it; None stands for 1."""
+    if plan.problem.scores.additive:
+        return changed(plan, rows, cols, slot, first, s), slope
+    scores, (position, operands) = plan.problem.scores, _of_scores(plan, rows, cols, slot, first, s.shape[1])
+
+    def apply(s, position, operands):
+        new, pull = jax.vjp(lambda s: scores.apply(s, position, operands), s)
+        return new, pull(jnp.ones_like(new))[0]
+
+    new, own = (_like(x, s) for x in lowered(apply)(s, position, operands))
+    return new, own if slope is None else slope * own
+
+
+def added(plan: Any, rows: Rows, cols: dict[str, Any], slot: Any, first: Any, count: int) -> jax.Array:
+    """Return what the scores add to logits, likewise; they do nothing else."""
+    scores, (position, operands) = plan.problem.scores, _of_scores(plan, rows, cols, slot, first, count)
+    add = lowered(lambda position, operands: scores.added(position, operands, jnp.float32))
+    return _like(add(position, operands), position[2])
+
+
+def dropout_words(
+    plan: Any, rows: Rows, cols: dict[str, Any], slot: Any, first: Any, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the words that `intrinsics.drop` takes for a tile."""
+    kinds, scalars = plan.kinds, rows.reader.scalars(packing.WORDS)
+
+    def word(name):
+        if kinds[name].form == "rows":
+            return rows.values[name]
+        if kinds[name].form == "cols":
+            return plgpu.load(cols[name].at[slot], layout=WGMMA.reduce(0), optimized=False)
+        # One query, or one key, for which a vector has but one number.
+        by_row = (name == packing.COLUMN) == plan.view.by_key
+        size, layout = (ROWS, WGMMA.reduce(1)) if by_row else (count, WGMMA.reduce(0))
+        return plgpu.layout_cast(lax.broadcast_in_dim(scalars[name], (size,), []), layout)
+
+    return word(packing.COLUMN), word(packing.ROW_A), word(packing.ROW_B)
+
+
+def pull_operand(
+    plan: Any, rows: Rows, cols: dict[str, Any], slot: Any, first: Any, name: str, s: Any, ds: jax.Array
+) -> jax.Array:
+    """Take the gradient of logits, ``ds``, to one operand of the scores, place by place.
+
+    ``s`` are what the scores change, None where they only add.
+    """
+    scores, (position, operands) = plan.problem.scores, _of_scores(plan, rows, cols, slot, first, ds.shape[1])
+
+    def pull(s, ds, position, operands):
+        def apply(x):
+            own = operands | {name: x}
+            new = scores.added(position, own, jnp.float32) if s is None else scores.apply(s, position, own)
+            return new if new.shape == ds.shape else jnp.broadcast_to(new, ds.shape)
+
+        return jax.vjp(apply, operands[name])[1](ds)[0]
+
+    operands[name] = _like(operands[name], ds)
+    return _like(lowered(pull)(s, ds, position, operands), ds)
+
+
+def _of_scores(plan: Any, rows: Rows, cols: Any, slot: Any, first: Any, count: int) -> tuple[Any, Any]:
+    """Return ``(position, operands)`` of a tile for the scores."""
+    columns = _columns(plan, first, count)
+    names = [SCORES + name for name in plan.problem.scores.operands()]
+    operands = rows.reader.tile(names, plan.view, rows.values, cols, slot, first, columns)
+    return _position(plan, rows, columns), {n.removeprefix(SCORES): x for n, x in operands.items()}
+
+
+def _columns(plan: Any, first: Any, count: int) -> jax.Array:
+    """Return the positions of a tile's columns, ``[64, count]``."""
+    return lax.broadcast_in_dim(_positions(plan, count, 1) + first, (ROWS, count), [1])
+
+
+def _position(plan: Any, rows: Rows, columns: jax.Array) -> tuple[Any, Any, jax.Array, jax.Array]:
+    """Return b, h, q and k of a tile; the former two are numbers."""
+    lines = lax.broadcast_in_dim(_positions(plan, ROWS, 0) + rows.reader.start, columns.shape, [0])
+    b = lax.rem(rows.reader.b, jnp.int32(plan.problem.batch_period))
+    return b, rows.reader.h, *((columns, lines) if plan.view.by_key else (lines, columns))
 
 
 def _positions(plan: Any, count: int, axis: int) -> jax.Array:
@@ -183,19 +291,28 @@ def _positions(plan: Any, count: int, axis: int) -> jax.Array:
 def visible(mask: Mask, position: tuple[Any, ...], operands: dict[str, Any], layout: Any) -> jax.Array:
     """Evaluate a mask at ``(b, h, q, k)``: b and h scalars, q and k arrays of one shape and layout."""
     q = position[2]
-    seen = without_not(lambda position, operands: mask.element(*position, **operands))(position, operands)
-    if seen.ndim > q.ndim:
-        seen = jnp.squeeze(seen, tuple(range(seen.ndim - q.ndim)))
-    if seen.shape != q.shape:
-        seen = jnp.broadcast_to(seen, q.shape)
-    return plgpu.layout_cast(seen, layout)
+    seen = lowered(lambda position, operands: mask.element(*position, **operands))(position, operands)
+    return _like(seen, q, layout)
 
 
-def without_not(function: Callable) -> Callable:
-    """Make a function that compares with True where ``function`` negates booleans.
+def _like(x: Any, like: jax.Array, layout: Any = WGMMA) -> jax.Array:
+    """Give a value the shape of another, and a layout."""
+    x = jnp.asarray(x)
+    if x.ndim > like.ndim:
+        x = jnp.squeeze(x, tuple(range(x.ndim - like.ndim)))
+    if x.ndim == 0:
+        x = lax.broadcast_in_dim(x, like.shape, [])
+    elif x.shape != like.shape:
+        x = jnp.broadcast_to(x, like.shape)
+    return plgpu.layout_cast(x, layout)
 
-    Mosaic GPU lowers ``not`` through a conversion to bool, which it does not have for vectors
-    (jax 0.11.2, 0.12.0).
+
+def lowered(function: Callable) -> Callable:
+    """Make a function that does the same by what Mosaic GPU lowers (jax 0.11.2, 0.12.0).
+
+    It lowers ``not`` through a conversion to bool, which it does not have for vectors: here it is a
+    comparison with True. It does not have the addition that derivatives are summed by, nor the reshapes to
+    the same shape that they leave under a mesh.
     """
 
     def run(*args):
@@ -217,6 +334,10 @@ def _evaluate(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
         inner = equation.params.get("jaxpr")
         if equation.primitive is lax.not_p and equation.invars[0].aval.dtype == jnp.bool_:
             outputs = [inputs[0] != jnp.full_like(inputs[0], True)]
+        elif equation.primitive is jex.core.primitives.add_jaxvals_p:
+            outputs = [inputs[0] + inputs[1]]
+        elif equation.primitive is lax.reshape_p and equation.outvars[0].aval.shape == inputs[0].shape:
+            outputs = inputs
         elif isinstance(inner, jex.core.ClosedJaxpr) and equation.primitive.name in ("jit", "pjit"):
             outputs = _evaluate(inner.jaxpr, inner.consts, inputs)
         else:

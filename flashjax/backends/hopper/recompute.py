@@ -2,8 +2,11 @@
 
     P = exp(S - lse)        dP = dO Vᵀ        dS = P ∘ (dP - (delta - dlse))        delta = rowsum(dO ∘ O)
 
-Where logits are a constant times the products, the accumulator of S starts at ``-lse / scale``, and that of
-dP at ``dlse - delta`` always: neither then takes a register beside the products.
+With dropout dP is zero where it drops, and 1 / (1 - rate) times as large elsewhere.
+
+Where logits are a constant times the products, the accumulator of S starts at ``-lse / scale``, or, with what
+scores add, at ``(added - lse) / scale``; and that of dP at ``dlse - delta`` always: none of these then takes
+a register beside the products.
 
 `backward_start` computes these. A query beyond T, and one that sees no key, has ``lse = inf``, so that its
 probabilities are 0 whatever the mask says.
@@ -12,6 +15,7 @@ Source: Dao et al., "FlashAttention" (2022), appendix B.2, algorithm 4; Dao, "Fl
 algorithm 2.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,8 +24,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax import dropout
 from flashjax.backends.hopper import config as configs
-from flashjax.backends.hopper import hidden, logits, reading, transfers, walk
+from flashjax.backends.hopper import hidden, intrinsics, logits, reading, transfers, walk
 from flashjax.backends.hopper.logits import LOG2E
 from flashjax.problem import Problem
 
@@ -91,38 +96,115 @@ def along_columns(ref: Any, shape: tuple[int, int]) -> jax.Array:
     return lax.broadcast_in_dim(plgpu.load(ref, layout=COLUMNS), shape, [1])
 
 
-def weights(
-    plan: Any, scales: Any, b: Callable, s: jax.Array, lse: Callable[[], jax.Array]
-) -> tuple[jax.Array, jax.Array | None]:
-    """Return the probabilities of a tile, before the mask, and the slope of the softcap.
+class Tile(NamedTuple):
+    """Where a tile of scores is, and what the mask and the scores read there.
 
-    Args:
-      plan, scales: of the kernel, and of the call.
-      b: ``b()`` is the batch row.
-      s: what the accumulator of the products holds; it started at `starts` where `logits.folds`.
-      lse: ``lse()`` is lse in base 2 like ``s``, where it did not.
-    """
-    problem = plan.problem
-    if logits.folds(problem):
-        return jnp.exp2(s * (problem.default_scale * LOG2E)), None
-    s, slope = logits.logits(problem, scales, b, s)
-    return jnp.exp2(s * LOG2E - lse()), slope
-
-
-def hide(plan: Any, cols: Any, slot: Any, partial: Any, column: Any, rows: Any, p: jax.Array) -> jax.Array:
-    """Zero the probabilities of a tile that the mask hides.
-
-    Args:
-      plan, cols, slot: of the kernel, the mask's vectors over columns, and the stage that holds the tile's.
-      partial: whether the mask must be evaluated.
+    Attributes:
+      plan: of the kernel.
+      cols, slot: the vectors over columns, and the stage that holds the tile's.
       column: ``column()`` is the position of the first column.
       rows: ``rows()`` are the tile's `reading.Rows`.
-      p: probabilities ``[64, columns]``.
     """
-    if not plan.masked:
+
+    plan: Any
+    cols: Any
+    slot: Any
+    column: Callable[[], Any]
+    rows: Callable[[], reading.Rows]
+
+    def ask(self, function: Callable, *args: Any) -> Any:
+        """Call a function of `reading` that takes such a place before its other arguments."""
+        return function(self.plan, self.rows(), self.cols, self.slot, self.column(), *args)
+
+
+def begin(acc: Any, tile: Tile, lse: Callable[[], jax.Array]) -> None:
+    """Let the accumulator of S start at what takes no register there; ``lse()`` is `starts`, like it."""
+    problem = tile.plan.problem
+    if logits.folds(problem):
+        acc[...] = lse()
+    elif logits.adds(problem):
+        # The difference first: a bias may be as large as a float can be, and lse with it.
+        acc[...] = (tile.ask(reading.added, acc.shape[1]) - lse()) * (1 / problem.default_scale)
+
+
+def begin_slopes(acc: Any, plan: Any, delta: Callable[[], jax.Array]) -> None:
+    """Let the accumulator of dP start at ``delta()``, where nothing comes between the two."""
+    acc[...] = delta() if plan.problem.dropout_rate == 0 else jnp.zeros(acc.shape, jnp.float32)
+
+
+def slopes(tile: Tile, dp: jax.Array, delta: Callable[[], jax.Array], drop: Callable | None = None) -> Any:
+    """Return ``dP - (delta - dlse)`` of what the accumulator of dP holds; see `begin_slopes`.
+
+    ``drop`` zeroes what dropout drops; None works it out.
+    """
+    rate = tile.plan.problem.dropout_rate
+    if rate == 0:
+        return dp
+    return (drop or functools.partial(dropped, tile))(dp) * (1 / (1 - rate)) + delta()
+
+
+def dropped(tile: Tile, x: jax.Array) -> jax.Array:
+    """Zero what dropout drops of a tile."""
+    rate = tile.plan.problem.dropout_rate
+    if rate == 0:
+        return x
+    words = tile.ask(reading.dropout_words, x.shape[1])
+    return intrinsics.drop(x, words, dropout.threshold(rate), tile.plan.view.by_key)
+
+
+def kept(tile: Tile, count: int) -> Callable[[jax.Array], jax.Array]:
+    """Return `dropped` for ``count`` columns, where it is asked twice."""
+    rate = tile.plan.problem.dropout_rate
+    if rate == 0:
+        return lambda x: x
+    words = tile.ask(reading.dropout_words, count)
+    bits = intrinsics.keep_bits(words, count, dropout.threshold(rate), tile.plan.view.by_key)
+    return functools.partial(intrinsics.pick, bits)
+
+
+def weights(
+    scales: Any, s: jax.Array, tile: Tile, lse: Callable[[], jax.Array]
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the probabilities of a tile, before the mask, and the slope of its logits, None for 1.
+
+    Args:
+      scales: of the call.
+      s: what the accumulator of the products holds; see `begin`.
+      tile: where it is.
+      lse: ``lse()`` is what it did not start at.
+    """
+    problem = tile.plan.problem
+    if logits.folds(problem) or logits.adds(problem):
+        return jnp.exp2(s * (problem.default_scale * LOG2E)), None
+    s, slope = logits.logits(problem, scales, lambda: tile.rows().reader.b, s)
+    if problem.scores is None:
+        return jnp.exp2(s * LOG2E - lse()), slope
+    s, slope = tile.ask(reading.changed_with_slope, s, slope)
+    return jnp.exp2((s - lse()) * LOG2E), slope
+
+
+def by_operand(scales: Any, tile: Tile, name: str, s: jax.Array, ds: jax.Array) -> jax.Array:
+    """Take the gradient of the logits to an operand of the scores, place by place.
+
+    Args:
+      scales, tile: as in `weights`.
+      name: of the operand.
+      s: what the accumulator of the products holds.
+      ds: gradient of the logits.
+    """
+    problem = tile.plan.problem
+    if problem.scores.additive:
+        return tile.ask(reading.pull_operand, name, None, ds)
+    s, _ = logits.logits(problem, scales, lambda: tile.rows().reader.b, s)
+    return tile.ask(reading.pull_operand, name, s, ds)
+
+
+def hide(tile: Tile, partial: Any, p: jax.Array) -> jax.Array:
+    """Zero the probabilities of a tile that the mask hides, which is asked where ``partial``."""
+    if not tile.plan.masked:
         return p
 
     def hidden(p):
-        return jnp.where(reading.seen(plan, rows(), cols, slot, column(), p.shape[1]), p, 0.0)
+        return jnp.where(tile.ask(reading.seen, p.shape[1]), p, 0.0)
 
     return lax.cond(partial, hidden, lambda p: p, p)

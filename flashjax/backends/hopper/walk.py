@@ -278,7 +278,7 @@ def _keys(plan: Any, inputs: Any, item: Any, round_: Any) -> jax.Array:
         for name, pair in inputs.bounds.items()
     }
     b = lax.rem(item.b, jnp.int32(problem.batch_period))
-    known = reading.without_not(lambda *args: problem.mask.tile(*args[:4], **args[4]))
+    known = reading.lowered(lambda *args: problem.mask.tile(*args[:4], **args[4]))
     q, k = (columns, rows) if view.by_key else (rows, columns)
     empty, full = (
         plgpu.layout_cast(jnp.broadcast_to(x, index.shape), layout) for x in known(b, head, q, k, operands)
@@ -289,6 +289,33 @@ def _keys(plan: Any, inputs: Any, item: Any, round_: Any) -> jax.Array:
     keys = 2 * (index + g * view.count_columns) + jnp.where(full, 0, 1)
     keys = jnp.where(empty, NEVER, keys)
     return jnp.where(index < view.count_columns, keys, NEVER)
+
+
+def look_at(plan: Any, inputs: Any, b: Any, h: Any, i: Any, j: Any) -> tuple[Any, Any]:
+    """Say of one tile, where rows are queries, whether it is hidden, and whether the mask is due."""
+    problem, view = plan.problem, plan.view
+    ragged = (j == view.count_columns - 1) if plan.ragged else j < 0
+    if problem.mask is None:
+        return j < 0, ragged
+    r0, c0 = i * view.block_rows, j * view.block_columns
+    q = Range(r0, jnp.minimum(r0 + (view.block_rows - 1), view.rows - 1))
+    k = Range(c0, jnp.minimum(c0 + (view.block_columns - 1), view.columns - 1))
+    names = problem.mask.operands()
+    if plan.traits.scans:
+
+        def bound(ref, boolean):
+            at = [lax.rem(b, jnp.int32(ref.shape[0])), h, i, j]
+            x = ref[tuple(at[n] if n == 0 or ref.shape[n] > 1 else 0 for n in range(4))]
+            return x != 0 if boolean else x
+
+        pairs = {n: inputs.bounds[n] for n in names}
+        operands = {n: Range(*(bound(x, plan.kinds[n].boolean) for x in pair)) for n, pair in pairs.items()}
+    else:
+        reader = reading.Reader(plan.kinds, inputs.operands, b, h, None)
+        operands = {n: Range(x, x) for n, x in reader.scalars(names).items()}
+    known = reading.lowered(lambda *args: problem.mask.tile(*args[:4], **args[4]))
+    empty, full = known(lax.rem(b, jnp.int32(problem.batch_period)), h, q, k, operands)
+    return jnp.asarray(empty), (jnp.where(full, 0, 1) != 0) | ragged
 
 
 def _split(n: Any, count: int) -> tuple[Any, Any]:
@@ -330,7 +357,7 @@ def run_of(plan: Any, inputs: Any, item: Any, start: Any, rows: int) -> Run:
         b = lax.rem(item.b, jnp.int32(problem.batch_period))
         own = Range(start, jnp.minimum(start + (rows - 1), view.rows - 1))
         bound = problem.mask.seen_by if view.by_key else problem.mask.span
-        seen, whole = bound(b, head, own, **reader.scalars())
+        seen, whole = bound(b, head, own, **reader.scalars(problem.mask.operands()))
         tile_of = lambda x: lax.div(jnp.int32(x), jnp.int32(block))
         end = tile_of(jnp.clip(seen.hi, -1, last) + block)
         first = tile_of(jnp.clip(seen.lo, 0, last))
