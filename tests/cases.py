@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from flashjax import (
+    Alibi,
     BlockSparse,
     Causal,
     CustomMask,
     Operand,
     PrefixLM,
+    RelativePositionBias,
+    ScoreFunction,
     Segments,
     SlidingWindow,
 )
@@ -30,6 +33,8 @@ class Case:
       dtype: of query, key and value.
       bias: shape of the bias, None without one.
       mask: ``mask(case, rng)`` returns a mask, None without one.
+      learned: further arguments that have a gradient, arrays or pytrees of them: functions ``(case, rng) ->
+        value``.
       options: further arguments, or functions ``(case, rng) -> value`` of them.
     """
 
@@ -45,6 +50,7 @@ class Case:
     bias: tuple[int, ...] | None = None
     bias_dtype: str = "float32"
     mask: Callable[..., Any] | None = None
+    learned: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def arguments(self, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -61,6 +67,7 @@ class Case:
         options = {k: v(self, rng) if callable(v) else v for k, v in self.options.items()}
         if "scale" in options:
             arrays["scale"] = jnp.float32(options.pop("scale"))
+        arrays |= {name: make(self, rng) for name, make in self.learned.items()}
         if self.mask is not None:
             options["mask"] = self.mask(self, rng)
         return arrays, options
@@ -112,6 +119,51 @@ def strided(b, h, q, k, stride):
 
 def _custom(c: Case, rng: np.random.Generator) -> CustomMask:
     return CustomMask(strided, stride=Operand(jnp.asarray(rng.integers(2, 5, c.heads)), "h"))
+
+
+def _floats(*axes: str) -> Callable:
+    """Make an array of numbers by the names of its axes."""
+    return lambda c, rng: jnp.asarray(rng.standard_normal([getattr(c, a) for a in axes]), jnp.float32)
+
+
+def _slopes(c: Case, rng: np.random.Generator) -> jax.Array:
+    return jnp.asarray(0.5 ** (1 + np.arange(c.heads)), jnp.float32)
+
+
+def _by_position(c: Case, rng: np.random.Generator) -> jax.Array:
+    return jnp.asarray(rng.standard_normal((c.heads, c.query_length + c.key_length - 1)), jnp.float32)
+
+
+def _buckets(c: Case, rng: np.random.Generator, **options: Any) -> RelativePositionBias:
+    table = jnp.asarray(rng.standard_normal((16, c.heads)), jnp.float32)
+    return RelativePositionBias(table, max_distance=40, **options)
+
+
+def bent(score, b, h, q, k, strength, place, near, row):
+    """Bend a logit by its head, its key, its row and its relative position."""
+    curved = jnp.tanh(score * 0.5) * strength + place
+    return jnp.where(k > q, curved, score + row * near)
+
+
+def _bent(c: Case, rng: np.random.Generator) -> ScoreFunction:
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return ScoreFunction(
+        bent,
+        strength=Operand(normal(c.heads), "h"),
+        place=Operand(normal(c.batch, c.key_length), "bk"),
+        near=Operand(normal(c.query_length + c.key_length - 1), "r"),
+        row=Operand(normal(c.heads, c.query_length), "hq"),
+    )
+
+
+def tilted(score, b, h, q, k, weight):
+    """Add a learned weight to logits of odd distance."""
+    return score + jnp.where((q - k) % 2 == 1, weight, 0.0)
+
+
+def _tilted(c: Case, rng: np.random.Generator) -> ScoreFunction:
+    weight = jnp.asarray(rng.standard_normal((c.heads, c.query_length, c.key_length)), jnp.float32)
+    return ScoreFunction(tilted, weight=Operand(weight, "hqk"))
 
 
 _KEY = {"dropout_key": lambda c, rng: jax.random.key(int(rng.integers(100)))}
@@ -183,6 +235,28 @@ CASES = [
     case("scale", 50, options={"scale": 0.7, "is_causal": True}),
     case("scale-negative", 50, heads=(4, 2), options={"scale": -0.4, "softcap": 1.5}),
     case("scale-zero", 50, options={"scale": 0.0, "is_causal": True}),
+    case("position-bias", (50, 70), heads=(4, 2), learned={"position_bias": _by_position}),
+    case("buckets", (50, 90), learned={"position_bias": _buckets}),
+    case(
+        "buckets-causal",
+        90,
+        learned={"position_bias": lambda c, rng: _buckets(c, rng, bidirectional=False)},
+        options={"is_causal": True},
+    ),
+    case("alibi", 60, heads=(4, 2), learned={"alibi_slopes": _slopes}, options={"is_causal": True}),
+    case(
+        "alibi-rows-end",
+        (30, 70),
+        learned={"alibi_slopes": lambda c, rng: Alibi(jnp.ones((c.batch, c.heads)) / 8, align="end")},
+        options={"key_value_seq_lengths": _lengths("key_length", 1)},
+    ),
+    case("function", (50, 70), heads=(4, 2), learned={"score_fn": _bent}),
+    case("function-weights", 50, learned={"score_fn": _tilted}, mask=_segments),
+    case("sinks", 60, heads=(4, 2), learned={"sinks": _floats("heads")}, options={"is_causal": True}),
+    case("sinks-blind-rows", 60, learned={"sinks": _floats("heads")}, mask=lambda c, rng: Causal(offset=-9)),
+    case("off-by-one", (40, 60), learned={"sinks": _floats()}, options={"local_window_size": (9, 3)}),
+    case("bias-one-a-row", (50, 70), bias=(2, 1, 50, 1), learned={"sinks": _floats("heads")}),
+    case("bias-one-a-head", (50, 70), bias=(1, 2, 1, 1)),
     # dropout
     case("dropout", (50, 70), heads=(4, 2), options={"dropout_rate": 0.3, **_KEY}),
     case(
@@ -193,6 +267,55 @@ CASES = [
     ),
     case("dropout-bfloat16", 70, dtype="bfloat16", mask=_segments, options={"dropout_rate": 0.1, **_KEY}),
 ]
+
+
+# Arguments that change a logit or a weight, each in combination with each other: a case has half of them.
+FEATURES = {
+    "bias": {"bias": True},
+    "position": {"learned": {"position_bias": _by_position}},
+    "alibi": {"learned": {"alibi_slopes": _slopes}},
+    "function": {"learned": {"score_fn": _bent}},
+    "sinks": {"learned": {"sinks": _floats("heads")}},
+    "dropout": {"options": {"dropout_rate": 0.25, **_KEY}},
+    "softcap": {"options": {"softcap": 5.0}},
+    "scale": {"options": {"scale": 0.3}},
+    "window": {"options": {"local_window_size": (30, 5)}},
+    "lengths": {"options": {"key_value_seq_lengths": _lengths("key_length")}},
+    "segments": {"mask": _segments},
+    "group": {"heads": (4, 2)},
+}
+# Every two features are together in some row.
+MIXTURES = [
+    "bias position sinks window group dropout",
+    "alibi function dropout softcap segments group",
+    "bias alibi scale lengths segments sinks",
+    "position function scale softcap lengths window",
+    "bias function sinks softcap lengths group",
+    "position alibi dropout scale window group",
+    "bias softcap dropout window scale segments",
+    "position segments lengths sinks softcap dropout",
+    "alibi sinks softcap window lengths function",
+    "function scale sinks dropout segments window group",
+    "bias function position alibi lengths segments group dropout",
+    "position softcap alibi lengths bias group scale",
+]
+
+
+def mixture(names: str, lengths: tuple[int, int], **fields: Any) -> Case:
+    """Make a case that has several features."""
+    parts = [FEATURES[name] for name in names.split()]
+    merged = {"learned": {}, "options": {}, **fields}
+    for part in parts:
+        for key, value in part.items():
+            merged[key] = merged[key] | value if isinstance(value, dict) else value
+    made = case("-".join(names.split()), lengths, **merged)
+    if made.bias:
+        shape = (1, made.heads, made.query_length, made.key_length)
+        made = dataclasses.replace(made, bias=shape)
+    return made
+
+
+MIXED = [mixture(names, (60, 80)) for names in MIXTURES]
 
 
 def _multiple_of_8(dim: int) -> int:
@@ -212,7 +335,8 @@ def in_half(case: Case, dtype: str) -> Case:
 
 # Every case in half precision, the two dtypes in turn.
 HALVES = [
-    in_half(case, dtype) for case, dtype in zip(CASES, itertools.cycle(("bfloat16", "float16")), strict=False)
+    in_half(case, dtype)
+    for case, dtype in zip([*CASES, *MIXED], itertools.cycle(("bfloat16", "float16")), strict=False)
 ]
 
 
@@ -291,6 +415,32 @@ WIDE_CASES = [
     wide("unsigned-ids", (130, 200), 64, mask=_unsigned),
     wide("softcap-d128", 300, 128, options={"softcap": 20.0, "is_causal": True}),
     wide("scale-negative-d64", 300, 64, options={"scale": -0.1, "is_causal": True}),
+    # what the scores read, and dropout, over several tiles
+    *(
+        wide(f"{name}-d{d}", (200, 330), d, **fields)
+        for d in (64, 128, 256)
+        for name, fields in (
+            ("bias-pair", {"bias": (1, 4, 200, 330)}),
+            ("bias-full-causal", {"bias": (2, 4, 200, 330), "options": {"is_causal": True}}),
+            ("bias-keys", {"bias": (2, 1, 1, 330)}),
+            ("position-bias", {"learned": {"position_bias": _by_position}}),
+            ("alibi", {"learned": {"alibi_slopes": _slopes}, "options": {"is_causal": True}}),
+            ("function", {"learned": {"score_fn": _bent}, "mask": _segments}),
+            ("sinks", {"learned": {"sinks": _floats("heads")}, "options": {"local_window_size": (70, 0)}}),
+            ("dropout", {"options": {"dropout_rate": 0.2, **_KEY}}),
+            ("dropout-causal", {"options": {"dropout_rate": 0.1, "is_causal": True, **_KEY}}),
+        )
+    ),
+    wide("bias-half-d64", (130, 77), 64, bias=(1, 4, 130, 77), bias_dtype="float16", mask=_segments),
+    wide("bias-d32", (256, 256), 32, batch=6, bias=(1, 4, 256, 256), bias_dtype="bfloat16"),
+    wide("buckets-d64", (300, 200), 64, learned={"position_bias": _buckets}),
+    wide(
+        "mixed-d128",
+        (200, 330),
+        128,
+        bias=(1, 4, 1, 330),
+        learned={"alibi_slopes": _slopes, "sinks": _floats("heads")},
+    ),
     # Logits so far apart that a row's maximum grows by more than 2^8 from one tile to a later one.
     *(wide(f"steep-d{d}", (200, 520), d, options={"scale": 2.0}) for d in (64, 128, 256)),
     wide("steep-causal-d64", 520, 64, options={"scale": 2.0, "is_causal": True}),

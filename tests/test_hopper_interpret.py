@@ -248,7 +248,7 @@ def _check_gradients(case, kind):
     plain = budget.plain(arrays, options, clean)
     names = [n for n in truth if n.startswith("d")]
     results = ({n: x[n] for n in names} for x in (got, plain, truth))
-    budget.check(*results, {f"d{n}": x.dtype for n, x in arrays.items()})
+    budget.check(*results, budget.dtypes(arrays))
 
 
 def _poison_queries(arrays, cotangents, call):

@@ -37,11 +37,8 @@ NARROW = [
     "scale-zero",
 ]
 FORMS = [
-    case
-    for case in HALVES
-    if case.name.rpartition("-")[0] in NARROW or case.bias is not None or "dropout_rate" in case.options
+    case for case in HALVES if case.name.rpartition("-")[0] in NARROW or case.bias is not None or case.learned
 ]
-REFUSED = {"bias": "it has no bias yet", "dropout": "it has no dropout yet"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,13 +71,6 @@ def shapes(batch=1, length=128, heads=2, kv_heads=None, dim=64, keys=None, dtype
 
 
 # ---- what lowers -----------------------------------------------------------------------------------
-
-
-def refused(case) -> str | None:
-    """Return the reason for which a case must be refused."""
-    if case.bias is not None:
-        return REFUSED["bias"]
-    return REFUSED["dropout"] if "dropout_rate" in case.options else None
 
 
 # Forms of the backward kernel that no other test compiles or interprets.
@@ -118,11 +108,6 @@ def test_hopper_lowers_what_it_does_not_refuse(case):
     static = {n: x for n, x in options.items() if isinstance(x, bool | int | float | tuple)}
     data = {n: x for n, x in options.items() if n not in static}
     call = lambda arrays, data: attend(**arrays, **data, **static, return_residual=True)
-    reason = refused(case)
-    if reason is not None:
-        with pytest.raises(NotImplementedError, match=reason):
-            jax.eval_shape(call, arrays, data)
-        return
     assert kernels(lower(call, arrays, data)) == 1
 
 
@@ -270,12 +255,6 @@ def test_refusal_names_the_value_dim():
 
 
 @needs_kernel
-def test_refusal_names_bias_and_dropout():
-    refusal(REFUSED["bias"], bias=np.zeros((1, 1, 128, 128), np.float32))
-    refusal(REFUSED["dropout"], dropout_rate=0.1, dropout_key=jax.random.key(0))
-
-
-@needs_kernel
 @pytest.mark.parametrize(
     "precision", [jax.lax.DotAlgorithmPreset.BF16_BF16_BF16, jax.lax.DotAlgorithmPreset.F16_F16_F16], ids=str
 )
@@ -304,14 +283,14 @@ def test_refusal_names_operands_that_the_kernel_does_not_read():
             "operand 'far' has dtype int64; the kernel reads up to 32 bits", mask=CustomMask(far, far=wide)
         )
     narrow = Operand(np.zeros(2, np.int8), "h")
-    refusal("operand '1.far' has dtype int8, and a CustomMask", mask=Causal() & CustomMask(far, far=narrow))
+    refusal("operand 'right.far' has dtype int8, and a function", mask=Causal() & CustomMask(far, far=narrow))
 
 
 @needs_kernel
 def test_refusal_counts_the_vectors_of_a_mask():
     ids = Segments(np.zeros((1, 128), np.int32))
     jax.eval_shape(functools.partial(attend, mask=ids & ids & ids), *shapes())
-    refusal("the mask reads 8 vectors over queries or keys; the kernel holds 7", mask=ids & ids & ids & ids)
+    refusal("the call reads 8 vectors over queries or keys; the kernel holds 7", mask=ids & ids & ids & ids)
 
 
 SHIPPED = next(x for x in backends.BACKENDS if x.name == "hopper")

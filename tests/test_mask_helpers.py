@@ -394,10 +394,10 @@ def lists_see(lists, queries, keys):
 def test_from_lists_sees_the_blocks_of_each_list():
     # Out of order, twice, none, all; T and S are no multiples of a block.
     lists = [[2, 0, -1], [1, 1, 1], [-1, -1, -1], [2, 1, 0]]
-    for given in (lists, np.array(lists, np.int8), jnp.array(lists), np.array(lists)[None, None]):
-        mask = BlockSparse.from_lists(given, (3, 4), key_length=10)
-        assert mask == BlockSparse.from_lists(lists, (3, 4), key_length=10) or given is not lists
-        check_each([(mask, lists_see(lists, 3, 4))], 11, 10)
+    mask = BlockSparse.from_lists(lists, (3, 4), key_length=10)
+    check_each([(mask, lists_see(lists, 3, 4))], 11, 10)
+    for given in (np.array(lists, np.int8), jnp.array(lists)):
+        assert BlockSparse.from_lists(given, (3, 4), key_length=10) == mask
 
 
 def test_from_lists_takes_lists_of_each_row_and_head():
@@ -517,7 +517,7 @@ def test_picture_of_block_patterns(mask, picture):
     assert mask.picture(5) == picture
 
 
-@pytest.mark.parametrize("blocks", [(4, 4), (2, 4), (6, 3), (5, 7), (24, 3)], ids=str)
+@pytest.mark.parametrize("blocks", [(4, 4), (6, 3), (5, 7)], ids=str)
 def test_tiles_of_block_patterns_are_called_right(blocks):
     blocks = tiles.Blocks(24, 32, *blocks)
     masks = [BlockPattern(**given) for given in PATTERNS]
