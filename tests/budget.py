@@ -58,12 +58,16 @@ def plain(arrays: dict[str, Any], options: dict[str, Any], cotangents: Any) -> d
     """Do the same maths in the dtype of the inputs: what the error is measured by.
 
     For half precision that is the textbook, differentiated by JAX. In float32 the formula of the gradient
-    itself counts (``delta = rowsum(dO * O)`` is rounded apart from dP), so there it is the reference's.
+    itself counts (``delta = rowsum(dO * O)`` is rounded apart from dP), so there it is the reference's; and
+    so it is everywhere for sinks, whose gradient is delta and nothing else.
     """
-    call = lambda **a: plain_attention(**a, **options)
+    reference = lambda **a: flash_attention(**a, **options, implementation="reference", return_residual=True)
     if arrays["query"].dtype == jnp.float32:
-        call = lambda **a: flash_attention(**a, **options, implementation="reference", return_residual=True)
-    return run(call, arrays, cotangents)
+        return run(reference, arrays, cotangents)
+    results = run(lambda **a: plain_attention(**a, **options), arrays, cotangents)
+    if "sinks" in arrays:
+        results["dsinks"] = run(reference, arrays, cotangents)["dsinks"]
+    return results
 
 
 def plain_attention(

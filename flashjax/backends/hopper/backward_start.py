@@ -59,6 +59,8 @@ def starts(
     buffer = transfers.buffer(problem.dtype, shape)
     work = schedule.Work(problem.batch, problem.heads, length // ROWS, heads_first=True)
     width = min(shape.columns, 64)
+    # Tiles of 64 queries of a head that dQ has: another kernel may have larger ones.
+    zeroed = 0 if total is None else total[0] // (problem.batch * problem.heads) * total[1]
 
     def body(arrays, *rest):
         out, lse, dout, dlse = arrays
@@ -70,10 +72,16 @@ def starts(
         q0 = item.i * ROWS
         for array, ref in ((out, shared.o), (dout, shared.do)):
             transfers.fetch(array, item.b, q0, item.h, ref, 0, barrier)
-        if total is not None:
+
+        def zero():
             sums = backward_finish.rows_at(problem, results[2], item)
             for part in range(total[2]):
                 intrinsics.zero_tile(sums.at[part], total[3])
+
+        if zeroed == work.tiles:
+            zero()
+        elif zeroed:
+            pl.when(item.i < zeroed)(zero)
         rows = lambda ref: plgpu.load(
             ref.at[item.b, item.h, pl.ds(q0, ROWS)], layout=WGMMA.reduce(1), optimized=False
         )
