@@ -15,6 +15,10 @@ STYLES = {
     "jax.nn XLA": {"color": "#808080", "marker": "x"},
 }
 
+# Fields of a row that keep it out of the plot; older records do not have all of them.
+MASKS = ("window", "documents", "document_count", "lengths", "blocks")
+SCORES = ("softcap", "bias", "alibi", "sinks", "dropout")
+
 
 def cell(name: str, entry: dict) -> str:
     """Say in a table's cell how a contender did: TFLOP/s and, in brackets, the ratio to cuDNN."""
@@ -39,15 +43,15 @@ def table(record: dict) -> str:
     """Return a markdown table of all rows and contenders, and what it was measured with."""
     rows = record["rows"]
     names = list(dict.fromkeys(name for row in rows for name in row["contenders"]))
-    masked = any("of_full" in row["contenders"].get(names[0], {}) for row in rows)
-    head = [f"TFLOP/s, {record['config']['pass']}", *names] + ["visited, of full"] * masked
+    ratios = {"of_full": "visited, of full", "of_plain": "visited, of the row without"}
+    shown = [x for x in ratios if any(x in row["contenders"].get(names[0], {}) for row in rows)]
+    head = [f"TFLOP/s, {record['config']['pass']}", *names, *(ratios[x] for x in shown)]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for row in rows:
         entries = row["contenders"]
         cells = [row["name"], *(cell(name, entries.get(name, {})) for name in names)]
-        if masked:
-            ours = entries[names[0]].get("of_full")
-            cells.append("-" if ours is None else f"{ours:.2f}")
+        ours = [entries[names[0]].get(x) for x in shown]
+        cells += ["-" if x is None else f"{x:.2f}" for x in ours]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", f"In brackets: ratio to cuDNN in the same run. {caption(record)}"])
 
@@ -63,7 +67,7 @@ def caption(record: dict) -> str:
 
 
 def draw(record: dict, path: str) -> None:
-    """Draw TFLOP/s over T of the rows without masks: one panel per head dim, full and causal."""
+    """Draw TFLOP/s over T of the plain rows: one panel per head dim, full and causal."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -74,7 +78,7 @@ def draw(record: dict, path: str) -> None:
         for row in record["rows"]
         if row["heads"] == row["kv_heads"]
         and row["head_dim"] == row["value_dim"]
-        and not any(row[name] for name in ("window", "documents", "lengths", "softcap"))
+        and not any(row.get(name) for name in (*MASKS, *SCORES))
     ]
     dims = sorted({row["head_dim"] for row in plain})
     lengths = sorted({row["length"] for row in plain})

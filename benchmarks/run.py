@@ -5,7 +5,9 @@
 
 Suites: ``dense`` (16,384 tokens, hidden size 2048, bfloat16, four lengths, three head dims, full and causal),
 ``masks`` (window and packed documents, beside the full row of the same shape), ``features`` (grouped heads,
-192/128, softcap, lengths). The ceiling is an 8192 x 8192 x 8192 matmul, timed before and after the rows.
+192/128, softcap, lengths), ``scores`` (a learned bias, ALiBi, dropout, sinks and block-sparse masks, each
+beside the row without it, and twelve packed documents). The ceiling is an 8192 x 8192 x 8192 matmul, timed
+before and after the rows.
 
 What is timed is the GPU. A sample starts when the GPU is idle, launches the compiled program until at least
 ``--sample-ms`` of work are queued, and ends when the last is done. Launches are asynchronous, so the host
@@ -17,10 +19,11 @@ the L2 cache.
 
 Nothing is timed that is wrong: before, the results of the first and last call are compared with float32
 attention at the highest precision, for the first and last key/value head of the first and last row of the
-batch, and everything must be finite. A contender that fails this has no speed in the record.
+batch (of every row, where they share something learned), and everything must be finite. A contender that
+fails this has no speed in the record.
 
 Passes: ``fwd``, ``bwd`` (from what the forward pass of the same library has saved, which is not timed) and
-``fwd+bwd``.
+``fwd+bwd``. The gradients are those of query, key, value and, where the row has them, bias and sinks.
 
 On an NVIDIA H200 with compiling, the forward pass of dense took 199 seconds, of masks 42 and of features 76.
 """
@@ -49,7 +52,8 @@ import numpy as np
 
 import flashjax
 from benchmarks import plot, rivals
-from benchmarks.rivals import BASELINE, CONTENDERS, OURS, Contender, Row, Unable
+from benchmarks.rivals import BASELINE, CONTENDERS, OURS, TILE, Contender, Row, Unable
+from flashjax import dropout
 
 TOKENS, HIDDEN = 16384, 2048
 DENSE = [
@@ -67,6 +71,11 @@ DENSE = [
 ]
 _long = functools.partial(Row, batch=1, length=16384, heads=16, head_dim=128)
 _features = functools.partial(Row, batch=2, length=8192, heads=16, head_dim=128)
+_pair = functools.partial(Row, batch=128, length=768, heads=4, head_dim=32)
+_sinks = functools.partial(
+    Row, batch=2, length=8192, heads=64, kv_heads=8, head_dim=64, causal=True, window=128
+)
+_sparse = functools.partial(Row, batch=1, length=65536, heads=4, head_dim=128, causal=True)
 SUITES = {
     "dense": DENSE,
     "masks": [
@@ -82,6 +91,23 @@ SUITES = {
         _features("192/128 causal", head_dim=192, value_dim=128, causal=True),
         _features("softcap 50 causal", softcap=50.0, causal=True),
         _features("lengths", batch=4, length=4096, lengths=True),
+    ],
+    "scores": [
+        _pair("pair bias: none"),
+        _pair("pair bias: bfloat16", bias="pair"),
+        _pair("pair bias: float32", bias="pair32"),
+        _features("no dropout, full"),
+        _features("dropout 0.1, full", dropout=0.1),
+        _features("no dropout, causal", causal=True),
+        _features("dropout 0.1, causal", causal=True, dropout=0.1),
+        _features("ALiBi, causal", causal=True, alibi=True),
+        _sinks("window of 128"),
+        _sinks("window of 128, sinks", sinks=True),
+        _sparse("causal in 65536"),
+        _sparse("1/8 of the blocks in 65536", blocks=1 / 8),
+        _long("12 documents in 8192", length=8192, causal=True, document_count=12),
+        _long("12 documents in 32768", length=32768, causal=True, document_count=12),
+        _long("12 documents in 65536", length=65536, causal=True, document_count=12),
     ],
 }
 
@@ -100,10 +126,10 @@ class Pass(NamedTuple):
 
     Attributes:
       flops: ``flops(D, Dv)``: of the matmuls that must be done, per visible pair and head.
-      function: ``function(attention)(q, k, v, dout)`` returns the results by name, each
-        ``[B, T, heads, dim]``. It is applied to the reference as well.
-      prepare: if given, ``prepare(attention)(q, k, v, dout)`` is not timed and returns the arguments that
-        ``function(attention)`` takes in place of these.
+      function: ``function(attention)(arrays)``, with the arrays of a row by name, returns the results by
+        name: ``out`` and, with a ``d`` before the name, gradients. It is applied to the reference as well.
+      prepare: if given, ``prepare(attention)(arrays)`` is not timed and returns the arguments that
+        ``function(attention)`` takes in place of the arrays.
       worst: limit of the error of one query or key.
     """
 
@@ -112,19 +138,28 @@ class Pass(NamedTuple):
     prepare: Callable[[Callable], Callable[..., tuple]] | None = None
     worst: float = WORST_LIMIT
 
-    def arguments(self, attention: Callable, arrays: tuple) -> tuple:
-        """Return what ``function(attention)`` takes for one set of q, k, v and dout."""
-        return arrays if self.prepare is None else self.prepare(attention)(*arrays)
+    def arguments(self, attention: Callable, arrays: dict[str, jax.Array]) -> tuple:
+        """Return what ``function(attention)`` takes for one set of arrays."""
+        return (arrays,) if self.prepare is None else self.prepare(attention)(arrays)
+
+
+def learned(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return all but dout: what attention takes, and what has a gradient."""
+    return {name: x for name, x in arrays.items() if name != "dout"}
+
+
+def _pull(attention: Callable, arrays: dict[str, jax.Array]) -> tuple[jax.Array, Callable]:
+    return jax.vjp(lambda x: attention(**x), learned(arrays))
 
 
 def _gradients(attention: Callable) -> Callable[..., dict[str, jax.Array]]:
-    return lambda pull, dout: dict(zip(("dq", "dk", "dv"), pull(dout), strict=True))
+    return lambda pull, dout: {f"d{name}": x for name, x in pull(dout)[0].items()}
 
 
 def _both(attention: Callable) -> Callable[..., dict[str, jax.Array]]:
-    def run(q, k, v, dout):
-        out, pull = jax.vjp(attention, q, k, v)
-        return {"out": out, **_gradients(attention)(pull, dout)}
+    def run(arrays):
+        out, pull = _pull(attention, arrays)
+        return {"out": out, **_gradients(attention)(pull, arrays["dout"])}
 
     return run
 
@@ -132,12 +167,12 @@ def _both(attention: Callable) -> Callable[..., dict[str, jax.Array]]:
 PASSES = {
     "fwd": Pass(
         flops=lambda d, dv: 2 * (d + dv),
-        function=lambda attention: lambda q, k, v, dout: {"out": attention(q, k, v)},
+        function=lambda attention: lambda arrays: {"out": attention(**learned(arrays))},
     ),
     "bwd": Pass(
         flops=lambda d, dv: 6 * d + 4 * dv,
         function=_gradients,
-        prepare=lambda attention: lambda q, k, v, dout: (jax.vjp(attention, q, k, v)[1], dout),
+        prepare=lambda attention: lambda arrays: (_pull(attention, arrays)[1], arrays["dout"]),
         worst=WORST_LIMIT_OF_GRADIENTS,
     ),
     "fwd+bwd": Pass(flops=lambda d, dv: 8 * d + 6 * dv, function=_both, worst=WORST_LIMIT_OF_GRADIENTS),
@@ -190,16 +225,16 @@ class Program:
             self.launches = math.ceil(self.launches * min(8.0, max(1.5, 1.1 * seconds / took)))
 
 
-def make_inputs(row: Row, count: int, seed: int = 0) -> list[tuple[jax.Array, ...]]:
-    """Draw ``count`` sets of q, k, v and dout from the standard normal distribution, on the device."""
+def make_inputs(row: Row, count: int, seed: int = 0) -> list[dict[str, jax.Array]]:
+    """Draw ``count`` sets of a row's arrays from the standard normal distribution, on the device."""
 
     @jax.jit
     def draw(key):
-        keys = jax.random.split(key, len(row.shapes))
-        shapes = row.shapes.values()
-        return tuple(
-            jax.random.normal(k, s, jnp.float32).astype(row.dtype) for k, s in zip(keys, shapes, strict=True)
-        )
+        keys = jax.random.split(key, len(row.arrays))
+        return {
+            name: jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
+            for key, (name, x) in zip(keys, row.arrays.items(), strict=True)
+        }
 
     return [draw(key) for key in jax.random.split(jax.random.key(seed), count)]
 
@@ -207,13 +242,13 @@ def make_inputs(row: Row, count: int, seed: int = 0) -> list[tuple[jax.Array, ..
 def count_calls(row: Row, flops: float, settings: Settings) -> tuple[int, int]:
     """Choose how many calls a program holds and how many groups of inputs take turns."""
     calls = max(1, min(settings.most_calls, math.ceil(0.5e-3 * PEAK / flops)))
-    size = 2 * sum(math.prod(row.shapes[name]) for name in "qkv") * calls
+    size = 2 * sum(row.arrays[name].size for name in "qkv") * calls
     groups = max(1 if calls > 1 else 2, math.ceil(2 * L2_BYTES / size))
     return calls, max(1, min(groups, settings.most_sets // calls))
 
 
 def make_program(
-    contender: Contender, row: Row, what: Pass, sets: list[tuple[jax.Array, ...]], calls: int
+    contender: Contender, row: Row, what: Pass, sets: list[dict[str, jax.Array]], calls: int
 ) -> Program:
     """Lower a contender's program for a row.
 
@@ -223,7 +258,7 @@ def make_program(
     call, shared = contender.make(row)
     # Copies, so that XLA cannot prepare a mask once for all calls.
     operands = [jax.tree.map(jnp.copy, shared) for _ in sets]
-    attention = lambda operands: lambda q, k, v: call(q, k, v, operands)
+    attention = lambda operands: functools.partial(call, operands=operands)
     if what.prepare is not None:
         prepare = jax.jit(lambda operands, arrays: what.arguments(attention(operands), arrays))
         sets = [prepare(*x) for x in zip(operands, sets, strict=True)]
@@ -238,40 +273,91 @@ def make_program(
 # ---- checks ----------------------------------------------------------------------------------------
 
 
-def reference(q, k, v, start, end, softcap=None):
-    """Attention of the query heads ``q [1, T, G, D]`` of one key/value head in float32, linear in memory.
+def reference(
+    q, k, v, bias=None, sinks=None, *, start, end, slopes=None, blocks=None, factor=None, softcap=None
+):
+    """Attention of the query heads of one key/value head in float32, linear in memory.
 
-    Query i sees the keys ``start[i] <= j < end[i]``.
+    Args:
+      q: ``[B, T, G, D]``.
+      k, v: ``[B, S, 1, D]`` and ``[B, S, 1, Dv]``.
+      bias: ``[1, G, T, S]``, or None.
+      sinks: ``[G]``, or None.
+      start, end: ``[B, T]``: query i sees the keys ``start[i] <= j < end[i]``.
+      slopes: of ALiBi, ``[G]``, or None.
+      blocks: which blocks of keys each block of queries sees, of these keys; or None.
+      factor: ``factor(b, i, keys)`` returns what dropout multiplies each weight by, ``[G, S]``; or None.
+      softcap: as in `flash_attention`.
     """
-    q, k, v = q[0], k[0, :, 0], v[0, :, 0]
-    position = jnp.arange(k.shape[0])
+    keys = jnp.arange(k.shape[1], dtype=jnp.int32)
 
-    @jax.checkpoint
-    def one(arguments):
-        q, start, end = arguments
-        s = jnp.einsum("gd,sd->gs", q, k, precision="highest") * q.shape[-1] ** -0.5
-        if softcap is not None:
-            s = softcap * jnp.tanh(s / softcap)
-        p = jax.nn.softmax(jnp.where((position >= start) & (position < end), s, -jnp.inf), -1)
-        return jnp.einsum("gs,sd->gd", p, v, precision="highest")
+    def row(arguments):
+        b, q, k, v, start, end = arguments
 
-    return jax.lax.map(one, (q, start, end), batch_size=min(256, q.shape[0]))[None]
+        @jax.checkpoint
+        def one(arguments):
+            i, q, start, end, bias = arguments
+            s = jnp.einsum("gd,sd->gs", q, k, precision="highest") * q.shape[-1] ** -0.5
+            if softcap is not None:
+                s = softcap * jnp.tanh(s / softcap)
+            if bias is not None:
+                s = s + bias
+            if slopes is not None:
+                s = s - slopes[:, None] * jnp.abs(keys - i).astype(s.dtype)
+            visible = (keys >= start) & (keys < end)
+            if blocks is not None:
+                visible = visible & blocks[i // TILE, keys // TILE]
+            s = jnp.where(visible, s, -jnp.inf)
+            if sinks is not None:
+                s = jnp.concatenate([s, sinks[:, None]], -1)
+            p = jax.nn.softmax(s, -1)[:, : keys.size]
+            if factor is not None:
+                p = p * factor(b, i, keys)
+            return jnp.einsum("gs,sd->gd", p, v, precision="highest")
+
+        i = jnp.arange(q.shape[0], dtype=jnp.int32)
+        each = (i, q, start, end, None if bias is None else bias[0].swapaxes(0, 1))
+        return jax.lax.map(one, each, batch_size=min(256, q.shape[0]))
+
+    b = jnp.arange(q.shape[0], dtype=jnp.int32)
+    return jax.lax.map(row, (b, q, k[:, :, 0], v[:, :, 0], start, end))
+
+
+def _part(row: Row, name: str, x: jax.Array, b, h) -> jax.Array:
+    """Return the part of an array of a row, or of its gradient, that one key/value head needs: from row b of
+    the batch on, or from all rows where they share something."""
+    axis = {"bias": 1, "dbias": 1, "sinks": 0, "dsinks": 0, "slopes": 0}.get(name, 2)
+    group = x.shape[axis] // row.kv_heads
+    x = jax.lax.dynamic_slice_in_dim(x, h * group, group, axis)
+    return (_rows(row, x, b) if axis == 2 else x).astype(jnp.float32)
+
+
+def _rows(row: Row, x: jax.Array, b) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, b, row.batch if row.shares else 1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _errors(what: Pass, row: Row, arrays: tuple, results: dict, start, end, b, h) -> tuple:
-    """Return the relative error of one row and key/value head, and the largest one of a query or key."""
+def _errors(what: Pass, row: Row, arrays: dict, results: dict, given: dict, b, h) -> tuple:
+    """Return the relative error of one key/value head, and the largest one of a query or key (in the gradient
+    of a bias, of a query's row of it).
 
-    def part(x):
-        group = x.shape[2] // row.kv_heads
-        x = jax.lax.dynamic_slice(x, (b, 0, h * group, 0), (1, x.shape[1], group, x.shape[3]))
-        return x.astype(jnp.float32)
-
-    attention = lambda q, k, v: reference(q, k, v, start[b], end[b], row.softcap)
-    truth = what.function(attention)(*what.arguments(attention, tuple(part(x) for x in arrays)))
+    ``given`` are the arrays of the row that are not learned, by name.
+    """
+    options = {name: _rows(row, given[name], b) for name in ("start", "end")}
+    options["blocks"] = given.get("blocks")
+    if "slopes" in given:
+        options["slopes"] = _part(row, "slopes", given["slopes"], b, h)
+    if row.dropout:
+        group = row.heads // row.kv_heads
+        head = (h * group + jnp.arange(group, dtype=jnp.int32))[:, None]
+        kept = lambda i, q, k: dropout.keep(tuple(given["words"]), b + i, head, q, k, row.dropout)
+        options["factor"] = lambda *x: kept(*x).astype(jnp.float32) / (1 - row.dropout)
+    attention = functools.partial(reference, softcap=row.softcap, **options)
+    own = {name: _part(row, name, x, b, h) for name, x in arrays.items()}
+    truth = what.function(attention)(*what.arguments(attention, own))
     norms, worst = [], []
     for name, wanted in truth.items():
-        error = jnp.linalg.norm(part(results[name]) - wanted, axis=-1)
+        error = jnp.linalg.norm(_part(row, name, results[name], b, h) - wanted, axis=-1)
         size = jnp.linalg.norm(wanted, axis=-1)
         norms.append(jnp.linalg.norm(error) / jnp.linalg.norm(size))
         worst.append(jnp.max(error / jnp.maximum(size, jnp.sqrt(jnp.mean(size**2)))))
@@ -282,17 +368,26 @@ _finite = jax.jit(lambda tree: jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x
 
 
 def check(
-    row: Row, what: Pass, sets: list[tuple[jax.Array, ...]], results: list[dict[str, jax.Array]]
+    row: Row, what: Pass, sets: list[dict[str, jax.Array]], results: list[dict[str, jax.Array]]
 ) -> dict[str, float]:
     """Compare a program's results with the reference; NaN where anything is not finite."""
     if not _finite(results):
         return {"norm": math.nan, "worst": math.nan}
-    ranges = [jnp.asarray(x) for x in row.key_ranges()]
-    row = dataclasses.replace(row, name="", causal=False, window=None, documents=None, lengths=False)
+    given = dict(zip(("start", "end"), row.key_ranges(), strict=True))
+    if row.alibi:
+        given["slopes"] = row.alibi_slopes()
+    if row.blocks is not None:
+        given["blocks"] = row.block_table()
+    if row.dropout:
+        given["words"] = dropout.key_words(jnp.asarray(row.dropout_key()))
+    given = {name: jnp.asarray(x) for name, x in given.items()}
+    # Rows that differ in these alone share a program.
+    hiding = {"causal": False, "window": None, "documents": None, "document_count": None, "lengths": False}
+    row = dataclasses.replace(row, name="", **hiding, alibi=False, blocks=None)
     errors = [
-        _errors(what, row, sets[i], results[i], *ranges, b, h)
+        _errors(what, row, sets[i], results[i], given, b, h)
         for i in sorted({0, len(results) - 1})
-        for b in sorted({0, row.batch - 1})
+        for b in ([0] if row.shares else sorted({0, row.batch - 1}))
         for h in sorted({0, row.kv_heads - 1})
     ]
     norm, worst = np.max(np.asarray(errors, np.float32), axis=0)  # NaN stays NaN
@@ -305,9 +400,9 @@ def check(
 def taken_backend(row: Row) -> str:
     """Return the name of the backend that `flash_attention` takes for a row."""
     call, operands = rivals.flashjax(row)
-    q, k, v, _ = (jnp.zeros(shape, row.dtype) for shape in row.shapes.values())
+    arrays = {name: jnp.zeros(x.shape, x.dtype) for name, x in learned(row.arrays).items()}
     with contextlib.redirect_stdout(io.StringIO()):
-        text = call(q, k, v, operands, function=flashjax.explain)
+        text = call(**arrays, operands=operands, function=flashjax.explain)
     return text.splitlines()[0].removeprefix("backend: ")
 
 
@@ -317,22 +412,25 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"
 
 
+def describe_row(row: Row, what: Pass) -> dict:
+    """Return what the record says of a row before anything has run."""
+    pairs = row.visible_pairs() * row.heads
+    return {
+        **row.fields(),
+        "visible_pairs": pairs,
+        "visited_pairs": row.visited_pairs() * row.heads,
+        "flops": pairs * what.flops(row.head_dim, row.value_dim),
+    }
+
+
 def run_row(
     row: Row, pass_name: str, settings: Settings, contenders: dict[str, Contender] | None = None
 ) -> dict:
     """Compile, check and time one row; return its record."""
     what, contenders = PASSES[pass_name], contenders or CONTENDERS
-    pairs, visited = row.visible_pairs(), row.visited_pairs()
-    flops = pairs * row.heads * what.flops(row.head_dim, row.value_dim)
     entries = {name: {} for name in contenders}
-    record = {
-        "name": row.name,
-        **{f: getattr(row, f) for f in row.__dataclass_fields__ if f != "name"},
-        "visible_pairs": pairs * row.heads,
-        "visited_pairs": visited * row.heads,
-        "flops": flops,
-        "contenders": entries,
-    }
+    record = {**describe_row(row, what), "contenders": entries}
+    flops = record["flops"]
     calls, groups = count_calls(row, flops, settings)
     sets = make_inputs(row, calls * groups)
     programs = {}
@@ -401,24 +499,31 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
     return {"p20": float(low), "median": float(median), "p80": float(high)}
 
 
-def compare_with_full(records: list[dict]) -> None:
-    """Add ``of_full`` to each row that hides something and whose full row was run as well.
+def compare(records: list[dict]) -> None:
+    """Compare each row with the one beside it, where that was run as well: the rate of visited pairs over
+    that of the same contender in the other row.
 
-    It is the rate of visited pairs over the rate of pairs of the same contender in the full row.
+    ``of_full`` is the ratio to the row that hides nothing, ``of_plain`` that to the row without bias, ALiBi,
+    sinks, dropout and blocks; both are alike in all other fields.
     """
-    shape = ("batch", "length", "heads", "kv_heads", "head_dim", "value_dim", "softcap", "dtype")
-    key = lambda record: tuple(record[name] for name in shape)
-    hides = lambda record: any(record[name] for name in ("causal", "window", "documents", "lengths"))
-    full = {key(record): record["contenders"] for record in records if not hides(record)}
+    _compare(records, "of_full", ("causal", "window", "documents", "document_count", "lengths", "blocks"))
+    _compare(records, "of_plain", ("bias", "alibi", "sinks", "dropout", "blocks"))
+
+
+def _compare(records: list[dict], ratio: str, apart: tuple[str, ...]) -> None:
+    shape = [field.name for field in dataclasses.fields(Row) if field.name not in ("name", *apart)]
+    key = lambda record: tuple(record.get(name) for name in shape)
+    differs = lambda record: any(record.get(name) for name in apart)
+    others = {key(record): record for record in records if not differs(record)}
     for record in records:
-        if not hides(record) or key(record) not in full:
+        other = others.get(key(record))
+        if not differs(record) or other is None:
             continue
-        pairs = record["heads"] * record["batch"] * record["length"] ** 2
         for name, entry in record["contenders"].items():
-            other = full[key(record)].get(name, {})
-            if "seconds" in entry and "seconds" in other:
-                rate = record["visited_pairs"] / entry["seconds"]["median"]
-                entry["of_full"] = rate / (pairs / other["seconds"]["median"])
+            seconds = [x.get("seconds") for x in (entry, other["contenders"].get(name, {}))]
+            if None not in seconds:
+                own, wanted = (x["median"] for x in seconds)
+                entry[ratio] = record["visited_pairs"] / own / (other["visited_pairs"] / wanted)
 
 
 def run_ceiling(settings: Settings) -> dict:
@@ -453,7 +558,7 @@ def run(
     }
     for row in rows:
         record["rows"].append(run_row(row, pass_name, settings, contenders))
-        compare_with_full(record["rows"])
+        compare(record["rows"])
         print(plot.line(record["rows"][-1]), flush=True)
         save(record)
     record["ceiling"].append(run_ceiling(settings))

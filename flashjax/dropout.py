@@ -1,22 +1,24 @@
 """The keep mask of attention dropout: a pure function of the key and four global indices.
 
-Nothing is drawn and nothing is stored. Each weight's 16 random bits are a hash of (key, batch, head,
+Nothing is drawn and nothing is stored. Each weight's 15 random bits are a hash of (key, batch, head,
 query position, key position), so the forward pass, its recomputation, the backward pass, any backend,
-any tile size and any sharding agree on them bit for bit. With 16 bits, the rate counts to the nearest
-multiple of 2**-16.
+any tile size and any sharding agree on them bit for bit. With 15 bits, the rate counts to the nearest
+multiple of 2**-15.
 
 The hash is cheap where it is dense. A row (batch, head, query) and a column (key position) get strong
 words of their own, and one round of two multiplications joins them:
 
-    x = column ^ row_a;  x *= C1;  x ^= (x >> 15) ^ row_b;  x *= C2;  x ^= x >> 16
+    x = column ^ row_a;  x *= C1;  x ^= (x >> 15) ^ row_b;  x *= C2
 
 The row enters twice with independent words. With one word alone, two rows whose words happen to differ
 by the difference of two column words would share part of their pattern. The second enters by xor: added, it
 would only shift the product that follows, and rows that share their first word would still look alike.
 
 A word decides for two keys, ``k`` and ``k ^ 8``, which share their column: its lower half for the key
-whose position has bit 3 clear, its upper half for the other. So a kernel in which a thread holds both
-(as in the accumulators of a GPU's matrix products) does the round once for two weights.
+whose position has bit 3 clear, its upper half for the other, each without its highest bit. So a kernel in
+which a thread holds both (as in the accumulators of a GPU's matrix products) does the round once for two
+weights, and compares both halves at once: as two half-precision numbers, which without their sign are in
+the order of their bits.
 
 Only uint32 arithmetic and bit operations: a kernel evaluates it for its own tile.
 
@@ -54,8 +56,8 @@ def key_words(key: jax.Array) -> jax.Array:
 
 
 def threshold(rate: float) -> int:
-    """Return the 16-bit number below which a weight's bits mean that it is dropped."""
-    return min(round(rate * 2**16), 2**16 - 1)
+    """Return the 15-bit number below which a weight's bits mean that it is dropped."""
+    return min(round(rate * 2**15), 2**15 - 1)
 
 
 def row_words(
@@ -78,15 +80,14 @@ def join(column: jax.Array, row_a: jax.Array, row_b: jax.Array) -> jax.Array:
     """Join the words of a row and a column to the uint32 word that decides for two weights."""
     x = (column ^ row_a) * _u32(0x7FEB352D)
     x = x ^ (x >> _u32(15)) ^ row_b
-    x = x * _u32(0x846CA68B)
-    return x ^ (x >> _u32(16))
+    return x * _u32(0x846CA68B)
 
 
 def decide(x: jax.Array, k: jax.Array, rate: float) -> jax.Array:
     """Say whether the weight of key position ``k`` survives, given its word: one half of the word decides."""
-    # Bring its half to the top. What stands below cannot change a comparison with a multiple of 2**16.
+    # Bring its half to the top. What stands below cannot change a comparison with a multiple of 2**17.
     lower = (~_u32(k) & _u32(_PAIR)) << _u32(1)
-    return (x << lower) >= _u32(threshold(rate) << 16)
+    return (x << (lower + _u32(1))) >= _u32(threshold(rate) << 17)
 
 
 def keep(
@@ -104,8 +105,8 @@ def keep(
       b, h, q, k: batch row, query head, query position and key position, global, int32, broadcastable
         to one another. Give ``q`` a size of 1 along the key axis and ``k`` one along the query axis:
         only the joining round is then done per weight.
-      rate: probability of being dropped, in [0, 1). It counts to the nearest multiple of 2**-16, and no
-        rate drops everything: the largest counts as 1 - 2**-16.
+      rate: probability of being dropped, in [0, 1). It counts to the nearest multiple of 2**-15, and no
+        rate drops everything: the largest counts as 1 - 2**-15.
 
     Returns:
       A boolean array of the broadcast shape, True where the weight is kept.

@@ -269,10 +269,10 @@ def _inline(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> 
     if name in ("drop", "drop_turned"):
         x, *words = inputs
         return token, [jnp.where(_keeps(x.shape[1], *words, name == "drop_turned"), x, 0.0)]
-    if name in ("keep_bits", "keep_bits_turned"):
-        turned = name == "keep_bits_turned"
-        count = (inputs[1] if turned else inputs[0]).shape[0]
-        return token, [_kept_bits(_keeps(count, *inputs, turned))]
+    if name == "drop_and_keep":
+        x, *words = inputs
+        keeps = _keeps(x.shape[1], *words, True)
+        return token, [jnp.where(keeps, x, 0.0), _kept_bits(keeps)]
     if name == "pick":
         return token, [_pick(*inputs)]
     if name in _ON_HOST:
@@ -369,7 +369,7 @@ def _keeps(count, column, row_a, row_b, least, turned):
         column, row_a, row_b = column[None, :], row_a[:, None], row_b[:, None]
         upper = (jnp.arange(count) & 8)[None, :] != 0
     word = dropout.join(column, row_a, row_b)
-    half = jnp.where(upper, word >> 16, word & 0xFFFF)
+    half = jnp.where(upper, word >> 16, word) & 0x7FFF
     return half >= (least.astype(jnp.uint32) >> 16)
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import shlex
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from benchmarks.rivals import CONTENDERS, OURS, Contender, Row, Unable
 ROWS = [row for suite in run.SUITES.values() for row in suite]
 TINY = run.Settings(repeats=3, slow_repeats=2, sample_seconds=1e-4, most_calls=2, most_sets=4, matmul=16)
 SMALL = Row("small", batch=2, length=50, heads=4, head_dim=16)
+RESULTS = sorted((Path(__file__).parent.parent / "benchmarks/results").glob("*.json"))
 HIDING = {
     "full": {},
     "causal": {"causal": True},
@@ -23,6 +26,24 @@ HIDING = {
     "documents-full": {"documents": 12},
     "lengths": {"lengths": True},
     "documents-window": {"causal": True, "window": 9, "documents": 12},
+    "five-documents": {"causal": True, "document_count": 5},
+}
+SCORES = {
+    "bias": {"bias": "pair32"},
+    "alibi": {"causal": True, "alibi": True},
+    "sinks": {"causal": True, "window": 9, "sinks": True},
+    "dropout": {"dropout": 0.25},
+    "blocks": {"causal": True, "blocks": 0.3, "length": 600},
+}
+EVERYTHING = {
+    "bias": "pair32",
+    "alibi": True,
+    "sinks": True,
+    "dropout": 0.25,
+    "blocks": 0.3,
+    "causal": True,
+    "document_count": 3,
+    "length": 300,
 }
 CPU = {OURS: CONTENDERS[OURS], "jax.nn XLA": CONTENDERS["jax.nn XLA"]}
 
@@ -30,7 +51,7 @@ CPU = {OURS: CONTENDERS[OURS], "jax.nn XLA": CONTENDERS["jax.nn XLA"]}
 def wrong(row):
     """Give the right answer, but for the last query."""
     call, operands = rivals.flashjax(row)
-    return lambda *x: call(*x).at[:, -1].multiply(1.5), operands
+    return lambda **x: call(**x).at[:, -1].multiply(1.5), operands
 
 
 def unable(row):
@@ -39,6 +60,16 @@ def unable(row):
 
 def broken(row):
     raise RuntimeError("no such kernel\nand more")
+
+
+def error_of(row, make, pass_name="fwd", changed=None):
+    """Return the check of what a contender does for a row; one that is made for another row, if told."""
+    what, (call, operands) = run.PASSES[pass_name], make(changed or row)
+    sets = run.make_inputs(row, 1)
+    attention = lambda **x: call(**{n: y for n, y in x.items() if n in wanted}, operands=operands)
+    wanted = (changed or row).arrays
+    results = what.function(attention)(*what.arguments(attention, sets[0]))
+    return run.check(row, what, sets, [results])
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +105,7 @@ def test_suites_rows():
         assert row.heads % row.kv_heads == 0
         assert row.causal or row.window is None
         assert row.dtype == "bfloat16"
+        assert row.bias in (None, *rivals.BIAS_DTYPES)
 
 
 @pytest.mark.parametrize("hiding", HIDING.values(), ids=HIDING)
@@ -85,8 +117,9 @@ def test_pairs_brute_force(hiding):
         visible &= i[:, None] >= i
     if row.window:
         visible &= i[:, None] - i < row.window
-    if row.documents:
+    if row.packed:
         ids = row.document_ids()
+        assert len(set(ids)) == row.document_count or row.documents
         assert len(set(ids)) > 1
         visible &= ids[:, None] == ids
     if row.lengths:
@@ -100,6 +133,34 @@ def test_pairs_brute_force(hiding):
     assert visited == least if len(hiding) < 3 else least <= visited <= 1.5 * least
 
 
+@pytest.mark.parametrize("length", [512, 600])
+@pytest.mark.parametrize("hiding", [{}, {"causal": True}, {"causal": True, "window": 200}, {"lengths": True}])
+def test_pairs_of_blocks_brute_force(hiding, length):
+    row = dataclasses.replace(SMALL, length=length, blocks=0.3, **hiding)
+    table, i = row.block_table(), np.arange(length)
+    assert table.diagonal().all()
+    assert not np.triu(table, 1).any()
+    assert 0 < np.tril(table, -1).sum() < table.size / 2
+    start, end = row.key_ranges()
+    visible = (i >= start[..., None]) & (i < end[..., None]) & table[i[:, None] // 128, i // 128]
+    assert row.visible_pairs() == visible.sum()
+    if length == 512:
+        tiles = visible.reshape(row.batch, 4, 128, 4, 128).any((2, 4))
+        assert row.visited_pairs() == tiles.sum() * 128**2
+
+
+def test_large_rows_pairs():
+    rows = {row.name: row for row in run.SUITES["scores"]}
+    sparse, causal = rows["1/8 of the blocks in 65536"], rows["causal in 65536"]
+    assert 0.12 < sparse.visible_pairs() / causal.visible_pairs() < 0.13
+    ids = rows["12 documents in 65536"].document_ids()
+    lengths = np.bincount(ids)
+    assert len(lengths) == 12
+    assert lengths.sum() == 65536
+    assert lengths.min() > 0
+    assert rows["12 documents in 65536"].visible_pairs() == (lengths * (lengths + 1) // 2).sum()
+
+
 def test_visible_pairs_causal():
     row = Row("x", batch=3, length=1000, heads=2, head_dim=8, causal=True)
     assert row.visible_pairs() == 3 * 1000 * 1001 // 2
@@ -107,26 +168,55 @@ def test_visible_pairs_causal():
 
 @pytest.mark.parametrize(
     ("name", "hiding"),
-    [*((OURS, x) for x in HIDING), *(("jax.nn XLA", x) for x in ("window", "documents", "lengths"))],
+    [
+        *((OURS, x) for x in (*HIDING, *SCORES)),
+        *(("jax.nn XLA", x) for x in ("window", "documents", "five-documents", "lengths", "bias", "blocks")),
+    ],
 )
 def test_contenders_right(name, hiding):
-    row = dataclasses.replace(SMALL, kv_heads=2, dtype="float32", **HIDING[hiding])
-    call, operands = CPU[name].make(row)
-    sets = run.make_inputs(row, 1)
-    error = run.check(row, run.PASSES["fwd"], sets, [{"out": call(*sets[0][:3], operands)}])
+    row = dataclasses.replace(SMALL, kv_heads=2, dtype="float32", **(HIDING | SCORES)[hiding])
+    error = error_of(row, CPU[name].make)
     assert error["norm"] < 1e-5
     assert error["worst"] < 1e-4
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("pass_name", ["fwd", "bwd"])
+def test_check_sees_what_is_left_out(name, pass_name):
+    row = dataclasses.replace(SMALL, dtype="float32", **SCORES[name])
+    unset = {"bias": None, "alibi": False, "sinks": False, "dropout": 0.0, "blocks": None}
+    without = dataclasses.replace(row, **{name: unset[name]})
+    assert error_of(row, rivals.flashjax, pass_name, without)["norm"] > 10 * run.NORM_LIMIT
 
 
 @pytest.mark.parametrize("change", [{"softcap": 2.0, "causal": True}, {"value_dim": 8}])
 def test_jax_nn_unable(change):
     row = dataclasses.replace(SMALL, dtype="float32", **change)
-    call, operands = rivals.flashjax(row)
-    sets = run.make_inputs(row, 1)
-    error = run.check(row, run.PASSES["fwd"], sets, [{"out": call(*sets[0][:3], operands)}])
-    assert error["norm"] < 1e-5
+    assert error_of(row, rivals.flashjax)["norm"] < 1e-5
     with pytest.raises(Unable, match=r"jax\.nn (has no softcap|needs a value dim)"):
         rivals.cudnn(row)
+
+
+@pytest.mark.parametrize("make", [rivals.cudnn, rivals.tokamax, rivals.jax_nn_xla])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"dropout": 0.1}, "dropout"), ({"alibi": True}, "ALiBi"), ({"sinks": True}, "sinks")],
+)
+def test_rivals_unable(make, change, reason):
+    with pytest.raises(Unable, match=rf"(jax\.nn|tokamax) has no {reason}"):
+        make(dataclasses.replace(SMALL, **change))
+
+
+def test_tokamax_unable():
+    with pytest.raises(Unable, match="tokamax has no block-sparse masks"):
+        rivals.tokamax(dataclasses.replace(SMALL, blocks=0.5))
+
+
+def test_mask_limit():
+    row = Row("x", batch=1, length=65537, heads=1, head_dim=64)
+    for change in ({"document_count": 12}, {"blocks": 0.5}):
+        with pytest.raises(Unable, match=r"the mask alone is 4 GB"):
+            rivals.cudnn(dataclasses.replace(row, length=65600, **change))
 
 
 def test_xla_scores_limit():
@@ -135,17 +225,21 @@ def test_xla_scores_limit():
 
 
 @pytest.mark.parametrize("name", list(run.PASSES))
-def test_passes_right_and_checked(name):
-    row = dataclasses.replace(SMALL, kv_heads=2, dtype="float32", causal=True)
+@pytest.mark.parametrize("change", [{"causal": True}, EVERYTHING], ids=["causal", "everything"])
+def test_passes_right_and_checked(name, change):
+    row = dataclasses.replace(SMALL, kv_heads=2, dtype="float32", **change)
     what = run.PASSES[name]
     call, operands = rivals.flashjax(row)
     sets = run.make_inputs(row, 1)
-    attention = lambda q, k, v: call(q, k, v, operands)
+    attention = lambda **x: call(**x, operands=operands)
     results = what.function(attention)(*what.arguments(attention, sets[0]))
-    assert list(results) == {"fwd": ["out"], "bwd": ["dq", "dk", "dv"]}.get(name, ["out", "dq", "dk", "dv"])
+    gradients = {f"d{x}" for x in row.arrays if x != "dout"}
+    assert set(results) == {"fwd": {"out"}, "bwd": gradients}.get(name, {"out", *gradients})
     assert run.check(row, what, sets, [results])["worst"] < 1e-4
     for changed in results:
-        spoilt = results | {changed: results[changed].at[-1, -1, -1].multiply(5)}
+        # Gradients of what the batch shares are compared for the last key/value head as well.
+        last = (-1,) if changed == "dsinks" else (-1, -1, -1)
+        spoilt = results | {changed: results[changed].at[last].multiply(5)}
         assert run.check(row, what, sets, [spoilt])["worst"] > 1e-2
 
 
@@ -163,9 +257,64 @@ def test_backward_record():
         assert entries[name]["tflops"] > 0
 
 
+def test_scores_record():
+    rows = [
+        dataclasses.replace(SMALL, length=256, causal=True),
+        dataclasses.replace(SMALL, name="everything", **EVERYTHING | {"length": 256, "document_count": None}),
+        dataclasses.replace(SMALL, name="bias", length=256, causal=True, bias="pair"),
+    ]
+    with jax.numpy_dtype_promotion("standard"):
+        record = run.run(rows, "fwd+bwd", TINY, contenders=CPU)
+    plain, everything, bias = (row["contenders"] for row in record["rows"])
+    assert not set(rivals.LATER) & set(record["rows"][0])
+    assert record["rows"][1]["blocks"] == 0.3
+    assert "document_count" not in record["rows"][1]
+    assert everything["jax.nn XLA"] == {"skipped": "jax.nn has no ALiBi"}
+    assert "of_plain" not in plain[OURS]
+    for row, entry in zip(record["rows"][1:], (everything[OURS], bias[OURS]), strict=True):
+        assert entry["error"]["norm"] < run.NORM_LIMIT
+        pairs = row["visited_pairs"] / record["rows"][0]["visited_pairs"]
+        times = entry["seconds"]["median"] / plain[OURS]["seconds"]["median"]
+        assert entry["of_plain"] == pytest.approx(pairs / times)
+    assert bias["jax.nn XLA"]["error"]["norm"] < run.NORM_LIMIT
+    lines = plot.table(record).splitlines()
+    assert lines[0].endswith("| jax.nn XLA | visited, of the row without |")
+    assert lines[2].endswith("| - |")
+    assert lines[3].endswith(f"| - | {everything[OURS]['of_plain']:.2f} |")
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.stem)
+def test_recorded_rows_are_those_of_today(path):
+    record = json.loads(path.read_text())
+    rows = {row.name: row for row in ROWS}
+    what = run.PASSES[record["config"]["pass"]]
+    for recorded in record["rows"]:
+        today = run.describe_row(rows[recorded["name"]], what)
+        assert list(today.items()) == [(n, x) for n, x in recorded.items() if n != "contenders"]
+    again = json.loads(path.read_text())
+    for recorded in again["rows"]:
+        for entry in recorded["contenders"].values():
+            entry.pop("of_full", None)
+    run.compare(again["rows"])
+    assert again == record
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.stem)
+def test_recorded_command_selects_the_recorded_rows(path):
+    record = json.loads(path.read_text())
+    command = shlex.split(record["config"]["command"])
+    options = dict(zip(command, command[1:], strict=False))
+    suite = options["--suite"]
+    rows = ROWS if suite == "all" else run.SUITES[suite]
+    names = [row.name for row in rows if re.search(options.get("--rows", ""), row.name)]
+    recorded = [row["name"] for row in record["rows"]]
+    assert recorded == names[: len(recorded)]
+    assert len(names) - len(recorded) <= 1  # one record ends where its time was up
+
+
 def test_check_not_finite():
     sets = run.make_inputs(SMALL, 1)
-    out = jnp.full(SMALL.shapes["q"], jnp.nan, jnp.bfloat16)
+    out = jnp.full(SMALL.arrays["q"].shape, jnp.nan, jnp.bfloat16)
     error = run.check(SMALL, run.PASSES["fwd"], sets, [{"out": out}])
     assert np.isnan(error["norm"])
 

@@ -45,13 +45,12 @@ def column_word_of(words, k):
 def join_of(column, row_a, row_b):
     x = (column ^ row_a) * 0x7FEB352D & MASK
     x = x ^ (x >> 15) ^ row_b
-    x = x * 0x846CA68B & MASK
-    return x ^ (x >> 16)
+    return x * 0x846CA68B & MASK
 
 
 def bits_of(words, b, h, q, k):
     x = join_of(column_word_of(words, k), *row_words_of(words, b, h, q))
-    return x >> 16 if k & 8 else x & 0xFFFF
+    return (x >> 16 if k & 8 else x) & 0x7FFF
 
 
 # ---- helpers ---------------------------------------------------------------------------------------
@@ -113,20 +112,20 @@ def check_uncorrelated(rows):
 
 # Key data, (batch, head, query, key), bits. A kernel on other hardware must give the same.
 GOLDEN = [
-    ((0, 0), (0, 0, 0, 0), 0xE6C0),
-    ((0, 0), (0, 0, 0, 1), 0x7296),
+    ((0, 0), (0, 0, 0, 0), 0x1E5A),
+    ((0, 0), (0, 0, 0, 1), 0x591C),
     ((0, 0), (0, 0, 0, 8), 0x789A),
-    ((0, 0), (0, 0, 0, 9), 0xAB8A),
-    ((0, 0), (0, 0, 0, 16), 0xFDAF),
-    ((0, 0), (0, 0, 1, 0), 0xE5F5),
-    ((0, 0), (0, 1, 0, 0), 0x82B8),
-    ((0, 0), (1, 0, 0, 0), 0x5E02),
+    ((0, 0), (0, 0, 0, 9), 0x2B8A),
+    ((0, 0), (0, 0, 0, 16), 0x08EA),
+    ((0, 0), (0, 0, 1, 0), 0x7D7D),
+    ((0, 0), (0, 1, 0, 0), 0x1E36),
+    ((0, 0), (1, 0, 0, 0), 0x392C),
     ((0, 42), (3, 7, 1000, 4095), 0x211E),
-    ((0, 42), (3, 7, 1000, 4087), 0x19A4),
-    ((0xDEADBEEF, 0x12345678), (255, 63, 1048575, 16777221), 0x1237),
-    ((0xDEADBEEF, 0x12345678), (255, 63, 1048575, 16777229), 0xE78C),
-    ((0xFFFFFFFF, 0xFFFFFFFF), (2147483647, 2147483647, 2147483647, 2147483647), 0xB5C2),
-    ((1, 2, 3, 4), (1, 2, 3, 4), 0x03AD),
+    ((0, 42), (3, 7, 1000, 4087), 0x38BA),
+    ((0xDEADBEEF, 0x12345678), (255, 63, 1048575, 16777221), 0x75BB),
+    ((0xDEADBEEF, 0x12345678), (255, 63, 1048575, 16777229), 0x678C),
+    ((0xFFFFFFFF, 0xFFFFFFFF), (2147483647, 2147483647, 2147483647, 2147483647), 0x35C2),
+    ((1, 2, 3, 4), (1, 2, 3, 4), 0x2B54),
 ]
 
 
@@ -136,8 +135,8 @@ def test_keep_golden_bits(data, index, bits):
     words = dropout.key_words(jnp.array(data, jnp.uint32))
     index = [jnp.array(i, jnp.int32) for i in index]
     # Bits at or above the threshold keep the weight: these two rates pin every bit.
-    assert dropout.keep((words[0], words[1]), *index, bits / 2**16)
-    assert not dropout.keep((words[0], words[1]), *index, (bits + 1) / 2**16)
+    assert dropout.keep((words[0], words[1]), *index, bits / 2**15)
+    assert not dropout.keep((words[0], words[1]), *index, (bits + 1) / 2**15)
 
 
 WORDS = [
@@ -164,7 +163,7 @@ def test_keep_follows_the_integer_definition():
         bits[index] = bits_of(words_of(data), *(i + j for i, j in zip(index, starts, strict=True)))
     words = dropout.key_words(jnp.array(data, jnp.uint32))
     for rate in (0.1, 0.5, 0.9):
-        np.testing.assert_array_equal(keep_all(words, sizes, rate, starts), bits >= round(rate * 2**16))
+        np.testing.assert_array_equal(keep_all(words, sizes, rate, starts), bits >= round(rate * 2**15))
 
 
 def test_parts_of_the_hash_follow_the_integer_definition():
@@ -184,9 +183,19 @@ def test_parts_of_the_hash_follow_the_integer_definition():
 def test_decide_takes_the_half_of_the_key():
     x = jnp.array([0x0000FFFF, 0xFFFF0000, 0x12345678, 0x56781234], jnp.uint32)[:, None]
     k = jnp.array([0, 7, 8, 15, 16, 24, 2**31 - 9, 2**31 - 1], jnp.int32)
-    bits = np.where(k & 8, x >> 16, x & 0xFFFF).astype(np.int64)
-    for number in (0, 1, 0x1233, 0x1234, 0x1235, 0x5678, 0x5679, 0xFFFE, 0xFFFF):
-        np.testing.assert_array_equal(dropout.decide(x, k, number / 2**16), bits >= number)
+    bits = np.where(k & 8, x >> 16, x).astype(np.int64) & 0x7FFF
+    for number in (0, 1, 0x1233, 0x1234, 0x1235, 0x5678, 0x5679, 0x7FFE, 0x7FFF):
+        np.testing.assert_array_equal(dropout.decide(x, k, number / 2**15), bits >= number)
+
+
+def test_halves_of_a_word_are_in_the_order_of_half_precision_numbers():
+    # A kernel compares two halves at once, as bfloat16: up to 0.99 that is the order of their bits.
+    bits = np.arange(2**15, dtype=np.uint16)
+    for rate in (2**-15, 0.001, 0.1, 0.5, 0.99):
+        least = np.uint16(dropout.threshold(rate))
+        number, limit = (jax.lax.bitcast_convert_type(jnp.asarray(x), jnp.bfloat16) for x in (bits, least))
+        below = np.asarray(number, np.float32) < np.float32(limit)
+        np.testing.assert_array_equal(below, bits < least)
 
 
 def test_key_words_agree_for_typed_and_raw_keys():
@@ -223,15 +232,15 @@ def test_key_words_use_every_word_of_the_key():
     assert len({x for x, _ in seen}) == 5
 
 
-def test_threshold_is_the_rate_in_16_bits():
+def test_threshold_is_the_rate_in_15_bits():
     assert dropout.threshold(0.0) == 0
-    assert dropout.threshold(0.5) == 2**15
-    assert dropout.threshold(0.25) == 2**14
-    assert dropout.threshold(0.1) == 6554
-    assert dropout.threshold(0.4 / 2**16) == 0
-    assert dropout.threshold(0.6 / 2**16) == 1
-    assert dropout.threshold(1 - 1 / 2**16) == 2**16 - 1
-    assert dropout.threshold(float(np.nextafter(1, 0))) == 2**16 - 1
+    assert dropout.threshold(0.5) == 2**14
+    assert dropout.threshold(0.25) == 2**13
+    assert dropout.threshold(0.1) == 3277
+    assert dropout.threshold(0.4 / 2**15) == 0
+    assert dropout.threshold(0.6 / 2**15) == 1
+    assert dropout.threshold(1 - 1 / 2**15) == 2**15 - 1
+    assert dropout.threshold(float(np.nextafter(1, 0))) == 2**15 - 1
 
 
 def test_keep_at_rate_zero_keeps_everything():
@@ -244,8 +253,8 @@ def test_keep_at_rate_zero_keeps_everything():
 @pytest.mark.parametrize("rate", [0.001, 0.1, 0.3, 0.5, 0.9, 0.999])
 def test_keep_drops_at_the_rate(rate):
     sizes = (2, 2, 256, 256)
-    counted = dropout.threshold(rate) / 2**16
-    assert abs(counted - rate) <= 2**-17
+    counted = dropout.threshold(rate) / 2**15
+    assert abs(counted - rate) <= 2**-16
     rate = counted
     for seed in range(4):
         keep = np.asarray(keep_all(dropout.key_words(jax.random.key(seed)), sizes, rate))
@@ -326,7 +335,7 @@ def test_keep_halves_of_a_word_are_uncorrelated(seed, starts):
 @pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 0.9])
 def test_keep_halves_of_a_word_are_independent_with_those_nearby(rate):
     """At rates other than 1/2 too, where more than the top bit of each half decides."""
-    dropped = dropout.threshold(rate) / 2**16
+    dropped = dropout.threshold(rate) / 2**15
     low, high = halves(np.asarray(keep_all(dropout.key_words(jax.random.key(0)), (2, 2, 256, 1024), rate)))
     check_independent([low, high], dropped)
     for shift in itertools.product((0, 1), (0, 1), (0, 1, 2, 3), (-8, -7, -1, 0, 1, 7, 8)):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flashjax.problem import Gradients, Inputs, Problem, Wanted
 
 NEEDS_JAX = (0, 11)
+MOST_DROPPED = 0.99  # a larger threshold of `dropout` is no number in bfloat16, as which it is compared
 
 
 def unsupported(problem: Problem) -> str | None:
@@ -39,6 +40,8 @@ def refusal(problem: Problem) -> str | None:
     for name, dim in (("head dim", problem.head_dim), ("value dim", problem.value_dim)):
         if dim % 8 or not 8 <= dim <= 256:
             return f"it needs head dims in multiples of 8 up to 256, and the {name} is {dim}"
+    if problem.dropout_rate > MOST_DROPPED:
+        return f"it drops {MOST_DROPPED} of the weights at most, and dropout_rate is {problem.dropout_rate}"
     if not _exact_products(problem.precision):
         return f"it multiplies exactly and adds in float32, and precision is {problem.precision!r}"
     from flashjax.backends.hopper import packing

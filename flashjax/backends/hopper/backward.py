@@ -19,8 +19,8 @@ Barriers (full: loader to compute, empty: compute to loader):
                        `schedule`)
     tile_full, tile_empty
                        a stage of Q and dO, with lse, delta, the mask's vectors over queries and the tile's
-                       number
-    tile_landed        the same, where the loader clears it before it is full (see `hidden`)
+                       number; the second half of tile_full is for stages that have landed and that the loader
+                       clears before they are full (see `hidden`)
     handed, taken      dS (by keys), or P and dS (by roles), on their way from one compute warpgroup to the
                        other; the last of `taken`: the compute warpgroups wait for one another
 
@@ -154,6 +154,11 @@ class Plan(plans.Plan):
         return self.shapes["k"].copies + self.shapes["v"].copies + len(self.rows)
 
     @property
+    def copies_of_queries(self) -> int:
+        """Copies that bring Q, dO, lse, delta and the mask's vectors over queries."""
+        return self.shapes["q"].copies + self.shapes["do"].copies + 2 + len(self.cols)
+
+    @property
     def rows(self) -> list[str]:
         """The mask's vectors over keys that are the same for all heads of a group."""
         kinds = self.kinds.items()
@@ -230,7 +235,6 @@ class Barriers(NamedTuple):
     kv_empty: Any
     tile_full: Any
     tile_empty: Any
-    tile_landed: Any
     handed: Any
     taken: Any
 
@@ -344,13 +348,11 @@ def _kernel(plan: Plan) -> Any:
     )
     barrier = lambda arrivals, count=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
     clears = traits.clears_queries
-    landing = shapes["q"].copies + shapes["do"].copies + 2 + len(plan.cols)
     barriers = Barriers(
         kv_full=barrier(1 + plan.copies_of_keys),
         kv_empty=barrier(warpgroups),
-        tile_full=barrier(1 if clears else landing, config.stages),
+        tile_full=barrier(plan.copies_of_queries, (2 if clears else 1) * config.stages),
         tile_empty=barrier(warpgroups, config.stages),
-        tile_landed=barrier(landing, config.stages) if clears else None,
         handed=barrier(1 if roles else warpgroups, 4 if roles else 2),
         taken=barrier(warpgroups, recompute.MET + 1),
     )
@@ -455,7 +457,11 @@ def load(
     clears = plan.traits.clears_queries
     # Behind a barrier: the loop would otherwise keep addresses of shared memory in registers.
     slot_of = lambda n: lax.optimization_barrier(lax.rem(base + n, jnp.int32(config.stages)))
-    arrives = barriers.tile_landed if clears else barriers.tile_full
+
+    def arrival(slot, tile):
+        """Return the barrier at which a tile arrives: only where the mask is due may a query see nothing."""
+        landed = jnp.where(tile.partial, config.stages, 0) if clears else 0
+        return barriers.tile_full.at[slot + landed]
 
     def load_keys():
         transfers.fetch(inputs.k, item.b, k0, item.h, shared.k, 0, barriers.kv_full)
@@ -472,19 +478,23 @@ def load(
         plgpu.barrier_wait(barriers.tile_empty.at[slot])
         recompute.write_place(plan, shared, base + n, item.b, h, n == 0, tile)
         reader = reading.Reader(plan.kinds, inputs.operands, item.b, h, None)
-        transfers.fetch(inputs.q, item.b, q0, h, shared.q, slot, arrives.at[slot])
+        arrives = arrival(slot, tile)
+        transfers.fetch(inputs.q, item.b, q0, h, shared.q, slot, arrives)
         for array, ref in ((inputs.lse, shared.lse), (inputs.delta, shared.delta)):
-            plgpu.copy_gmem_to_smem(array.at[item.b, h, rows], ref.at[slot], arrives.at[slot])
+            plgpu.copy_gmem_to_smem(array.at[item.b, h, rows], ref.at[slot], arrives)
         for name, ref in shared.cols.items():
-            plgpu.copy_gmem_to_smem(reader.at(name).at[rows], ref.at[slot], arrives.at[slot])
+            plgpu.copy_gmem_to_smem(reader.at(name).at[rows], ref.at[slot], arrives)
         pl.when(n == 0)(load_keys)
-        transfers.fetch(inputs.do, item.b, q0, h, shared.do, slot, arrives.at[slot])
+        transfers.fetch(inputs.do, item.b, q0, h, shared.do, slot, arrives)
         meanwhile()
 
     def look(n, tile):
-        slot = slot_of(n)
-        plgpu.barrier_wait(arrives.at[slot])
-        pl.when(tile.partial)(lambda: hidden.clear_queries(shared, slot))
-        plgpu.barrier_arrive(barriers.tile_full.at[slot])
+        @pl.when(tile.partial)
+        def _():
+            slot = slot_of(n)
+            plgpu.barrier_wait(arrival(slot, tile))
+            hidden.clear_queries(shared, slot)
+            for _ in range(plan.copies_of_queries):
+                plgpu.barrier_arrive(barriers.tile_full.at[slot])
 
     return base + walk.drive(plan, inputs, item, load_tile, publish, look if clears else None)

@@ -72,8 +72,8 @@ def compute(
             p, slope = recompute.weights(inputs.scale, s, tile, lse)
             p = recompute.hide(tile, place.partial, p)
             narrow = p.astype(dtype)
-            keep = recompute.kept(tile, block_q)
-            plgpu.wgmma(dv_acc, narrow if problem.dropout_rate == 0 else keep(p).astype(dtype), do)
+            kept, keep = recompute.dropped_and_kept(tile, p)
+            plgpu.wgmma(dv_acc, narrow if problem.dropout_rate == 0 else kept.astype(dtype), do)
             if config.ordered == "late":
                 intrinsics.give_turn(1 - warpgroup)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)

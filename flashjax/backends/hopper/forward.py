@@ -363,6 +363,10 @@ def compute(
     rows = reading.Rows(reader, reader.rows())
     tile_scores = functools.partial(_scores, plan, inputs.scale, shared, rows)
     drop = functools.partial(_drop, plan, shared, rows)
+    # Dropout reads the vectors over keys after the softmax.
+    release = lambda slot: plgpu.barrier_arrive(barriers.k_empty.at[slot])
+    nothing = lambda slot: None
+    release_early, release_late = (release, nothing) if problem.dropout_rate == 0 else (nothing, release)
 
     plgpu.barrier_wait(barriers.q_full.at[warpgroup])
     visit = walk.follow(plan, inputs, item, q0, count)
@@ -399,10 +403,11 @@ def compute(
 
     s = pl.run_scoped(first_product, plgpu.ACC((ROWS, config.block_k), jnp.float32))
     s = tile_scores(visit, visit.first, slot, s)
-    plgpu.barrier_arrive(barriers.k_empty.at[slot])
     m, l = _begin(plan, inputs.sinks, item)
+    release_early(slot)
     p, _, m, l = _softmax(plan, m, l, s)
     p = drop(slot, p)
+    release_late(slot)
     state = State(_full((ROWS, plan.value_columns), 0.0, WGMMA), m, l, p.astype(problem.dtype))
 
     def wait_for_keys(n):
@@ -424,9 +429,10 @@ def compute(
                 plgpu.wgmma(o_acc, state.p, shared.v.tile(before))
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
             s = tile_scores(visit, n, slot, s)
-            plgpu.barrier_arrive(barriers.k_empty.at[slot])
+            release_early(slot)
             p, alpha, m, l = _softmax(plan, state.m, state.l, s)
             p = drop(slot, p)
+            release_late(slot)
             if config.sums_first:
                 grew = intrinsics.any_in_warp(alpha - 1, negative=l)
             if config.wait_early:

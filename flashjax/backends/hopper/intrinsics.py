@@ -196,20 +196,12 @@ def drop(x: jax.Array, words: tuple[jax.Array, ...], threshold: int, turned: boo
       x: float32 ``[64, columns]`` in the layout of an accumulator.
       words: those of `dropout.join`, for each key, and for each query two; uint32 in the layouts of rows and
         of columns. Tiles begin at multiples of 16.
-      threshold: `dropout.threshold` of the rate.
+      threshold: `dropout.threshold` of the rate; less than 0x7F80, infinity as a bfloat16.
       turned: whether rows are keys and columns queries.
     """
 
     def drop(_, x, column, row_a, row_b, least):
-        zero = arith.constant(ir.F32Type.get(), _float32(0))
-        kept = _decisions(column, row_a, row_b, least, turned)
-        pairs = []
-        for n, pair in enumerate(x.registers.flat):
-            values = [
-                arith.select(kept[n // 2, n % 2, i], vector.extract(pair, [], [i]), zero) for i in (0, 1)
-            ]
-            pairs.append(vector.from_elements(pair.type, values))
-        return _accumulator(pairs, x.shape[1])
+        return _accumulator(_dropped(x, column, row_a, row_b, least, turned, None), x.shape[1])
 
     drop.__name__ = "drop_turned" if turned else "drop"
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=plgpu.Layout.WGMMA)
@@ -217,33 +209,33 @@ def drop(x: jax.Array, words: tuple[jax.Array, ...], threshold: int, turned: boo
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(drop)(x, *words, _least(threshold))
 
 
-def keep_bits(words: tuple[jax.Array, ...], count: int, threshold: int, turned: bool) -> jax.Array:
-    """Return what dropout keeps of a tile ``[64, count]``, for `pick`: see `drop`.
+def drop_and_keep(x: jax.Array, words: tuple[jax.Array, ...], threshold: int) -> tuple[jax.Array, jax.Array]:
+    """Do what `drop` does where rows are keys, and return what it keeps too, for `pick`.
 
     Returns:
-      int32 ``[64, 8]``: bit n of each number in column c says whether column ``8 n + c`` is kept.
+      ``(x, bits)``: bits are int32 ``[64, 8]``; bit n of the number in column c says whether column
+      ``8 n + c`` is kept.
     """
 
-    def keep_bits(_, column, row_a, row_b, least):
-        kept = _decisions(column, row_a, row_b, least, turned)
-        pairs = []
-        for down in (0, 1):
-            bits = [_int32(0), _int32(0)]
-            for n in range(count // 8):
-                for i in (0, 1):
-                    bit = arith.select(kept[n, down, i], _int32(1 << n), _int32(0))
-                    bits[i] = arith.ori(bits[i], bit)
-            pairs.append(vector.from_elements(ir.VectorType.get((2,), _int32_type()), bits))
-        return _accumulator(pairs, 8, signed=True)
+    def drop_and_keep(_, x, column, row_a, row_b, least):
+        bits = [[_int32(0), _int32(0)], [_int32(0), _int32(0)]]
+        pairs = _dropped(x, column, row_a, row_b, least, True, bits)
+        kind = ir.VectorType.get((2,), _int32_type())
+        packed = _accumulator([vector.from_elements(kind, own) for own in bits], 8, signed=True)
+        return _accumulator(pairs, x.shape[1]), packed
 
-    keep_bits.__name__ = "keep_bits_turned" if turned else "keep_bits"
-    result = plgpu.ShapeDtypeStruct((64, 8), jnp.int32, layout=plgpu.Layout.WGMMA)
-    types = (*_word_layouts(turned), plgpu.Layout.WG_SPLAT)
-    return plgpu.inline_mgpu(arg_types=types, return_type=result)(keep_bits)(*words, _least(threshold))
+    layout = plgpu.Layout.WGMMA
+    results = (
+        plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
+        plgpu.ShapeDtypeStruct((64, 8), jnp.int32, layout=layout),
+    )
+    types = (layout, *_word_layouts(True), plgpu.Layout.WG_SPLAT)
+    call = plgpu.inline_mgpu(arg_types=types, return_type=results)(drop_and_keep)
+    return call(x, *words, _least(threshold))
 
 
 def pick(bits: jax.Array, x: jax.Array) -> jax.Array:
-    """Zero what `keep_bits` does not keep of a tile."""
+    """Zero what `drop_and_keep` has dropped, of another tile."""
 
     def pick(_, bits, x):
         zero = arith.constant(ir.F32Type.get(), _float32(0))
@@ -264,8 +256,8 @@ def pick(bits: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _least(threshold: int) -> jax.Array:
-    """Return the threshold in the upper half of a word."""
-    return jnp.int32(np.int64(threshold << 16).astype(np.int32))
+    """Return the threshold in both halves of a word."""
+    return jnp.int32(threshold << 16 | threshold)
 
 
 def _word_layouts(turned: bool) -> tuple[Any, Any, Any]:
@@ -273,40 +265,61 @@ def _word_layouts(turned: bool) -> tuple[Any, Any, Any]:
     return (rows, columns, columns) if turned else (columns, rows, rows)
 
 
-def _decisions(column: Any, row_a: Any, row_b: Any, least: Any, turned: bool) -> dict[Any, Any]:
-    """Say what dropout keeps, by group of eight columns, row of the two, and column of the two.
+def _dropped(
+    x: Any, column: Any, row_a: Any, row_b: Any, least: Any, turned: bool, bits: list | None
+) -> list[Any]:
+    """Return the registers of ``x`` with zeros for what dropout drops, and note in ``bits`` what it keeps.
 
-    The joining round of `dropout`; a thread holds both keys that share a word: eight columns apart, or eight
-    rows.
+    The joining round of `dropout`, and its decision for both keys that share a word: a thread holds both,
+    eight columns apart, or eight rows. The halves of a word are compared as bfloat16.
     """
-    least = least.registers.item()
+    least, f32 = least.registers.item(), ir.F32Type.get()
     number = lambda x, n, i: vector.extract(x.registers.flat[n], [], [i])
     along = lambda x, n, i: number(x, n, i)  # a number for each column: of group n, the i-th of two
     down = lambda x, n: number(x, n, 0)  # a number for each of the two rows
-    groups = len((row_a if turned else column).registers.flat)
-    kept = {}
+    registers = list(x.registers.flat)
+    groups = len(registers) // 2
+    values = {(n, i): vector.extract(pair, [], [i]) for n, pair in enumerate(registers) for i in (0, 1)}
 
     def join(column, a, b):
         x = arith.muli(arith.xori(column, a), _uint32(0x7FEB352D))
         x = arith.xori(arith.xori(x, arith.shrui(x, _int32(15))), b)
-        return arith.muli(x, _uint32(0x846CA68B))
+        return arith.andi(arith.muli(x, _uint32(0x846CA68B)), _int32(0x7FFF7FFF))
 
-    def decide(x):
-        # The word is x ^ (x >> 16); its halves are compared where they are, or shifted up.
-        low = arith.xori(arith.shli(x, _int32(16)), x)
-        return (arith.cmpi(arith.CmpIPredicate.uge, y, least) for y in (low, x))
+    def decide(word, low, high, bit, own):
+        """Zero two numbers where the word says so; ``own`` are the two that note ``bit``."""
+        compare = "{ .reg .pred p, q; setp.lt.bf16x2 p|q, $%d, $%d; "
+        zero = "selp.f32 $0, 0f00000000, $%d, p; selp.f32 $1, 0f00000000, $%d, q; "
+        if own is None:
+            kinds, names, more = "(f32, f32)", "=f,=f,f,f,r,r", ""
+            text = compare % (4, 5) + zero % (2, 3)
+            arguments = [values[low], values[high], word, least]
+        else:
+            kinds, names = "(f32, f32, i32, i32)", "=f,=f,=r,=r,f,f,r,r,2,3"
+            text = compare % (6, 7) + zero % (4, 5)
+            more = f"@!p or.b32 $2, $2, {bit}; @!q or.b32 $3, $3, {bit}; "
+            arguments = [values[low], values[high], word, least, *own]
+        result = llvm.inline_asm(ir.Type.parse(f"!llvm.struct<{kinds}>"), arguments, text + more + "}", names)
+        take = lambda n, kind: llvm.extractvalue(kind, result, [n])
+        values[low], values[high] = take(0, f32), take(1, f32)
+        return None if own is None else [take(n, _int32_type()) for n in (2, 3)]
 
     for i in (0, 1):
         if turned:
             for n in range(groups):
-                x = join(down(column, 0), along(row_a, n, i), along(row_b, n, i))
-                kept[n, 0, i], kept[n, 1, i] = decide(x)
+                word = join(down(column, 0), along(row_a, n, i), along(row_b, n, i))
+                own = None if bits is None else [bits[row][i] for row in (0, 1)]
+                own = decide(word, (2 * n, i), (2 * n + 1, i), 1 << n, own)
+                if own is not None:
+                    bits[0][i], bits[1][i] = own
         else:
             for n in range(0, groups, 2):
                 for row in (0, 1):
-                    x = join(along(column, n, i), down(row_a, row), down(row_b, row))
-                    kept[n, row, i], kept[n + 1, row, i] = decide(x)
-    return kept
+                    word = join(along(column, n, i), down(row_a, row), down(row_b, row))
+                    decide(word, (2 * n + row, i), (2 * (n + 1) + row, i), None, None)
+    return [
+        vector.from_elements(pair.type, [values[n, i] for i in (0, 1)]) for n, pair in enumerate(registers)
+    ]
 
 
 def load_numbers(ref: Any, row: jax.Array, column: jax.Array, count: int, turned: bool) -> jax.Array:

@@ -152,14 +152,14 @@ def dropped(tile: Tile, x: jax.Array) -> jax.Array:
     return intrinsics.drop(x, words, dropout.threshold(rate), tile.plan.view.by_key)
 
 
-def kept(tile: Tile, count: int) -> Callable[[jax.Array], jax.Array]:
-    """Return `dropped` for ``count`` columns, where it is asked twice."""
+def dropped_and_kept(tile: Tile, x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Return ``(dropped(x), function)``, where the function does the same to another; rows are keys."""
     rate = tile.plan.problem.dropout_rate
     if rate == 0:
-        return lambda x: x
-    words = tile.ask(reading.dropout_words, count)
-    bits = intrinsics.keep_bits(words, count, dropout.threshold(rate), tile.plan.view.by_key)
-    return functools.partial(intrinsics.pick, bits)
+        return x, lambda x: x
+    words = tile.ask(reading.dropout_words, x.shape[1])
+    x, bits = intrinsics.drop_and_keep(x, words, dropout.threshold(rate))
+    return x, functools.partial(intrinsics.pick, bits)
 
 
 def weights(
