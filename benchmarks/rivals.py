@@ -237,7 +237,8 @@ def flashjax(row: Row) -> tuple[Callable[..., jax.Array], dict[str, Any]]:
 
 
 def _refuse(library: str, row: Row, *features: str) -> None:
-    """Raise `Unable` where a row has a feature that a library lacks."""
+    """Raise `Unable` where a row has a feature that a library lacks. (ALiBi written out as a bias of every
+    query and key would be another row.)"""
     named = {"alibi": "ALiBi", "blocks": "block-sparse masks"}
     for name in features:
         if getattr(row, name):
@@ -370,7 +371,8 @@ class Contender(NamedTuple):
 
     Attributes:
       make: ``make(row) -> (call, operands)``.
-      slow: whether it stores all scores: it is then timed less often and one call at a time.
+      slow: whether it stores all scores: it is then timed less often, one call at a time on one set of
+        inputs, which the scores drive out of the L2 cache.
     """
 
     make: Callable[[Row], tuple[Callable[..., jax.Array], dict[str, Any]]]

@@ -269,15 +269,9 @@ def _inline(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> 
     if name in ("drop", "drop_turned"):
         x, *words = inputs
         return token, [jnp.where(_keeps(x.shape[1], *words, name == "drop_turned"), x, 0.0)]
-    if name == "drop_and_keep":
-        x, *words = inputs
-        keeps = _keeps(x.shape[1], *words, True)
-        return token, [jnp.where(keeps, x, 0.0), _kept_bits(keeps)]
-    if name == "pick":
-        return token, [_pick(*inputs)]
     if name in _ON_HOST:
         return _inline_on_host(self, equation, token, inputs, _ON_HOST[name])
-    assert name in ("wait", "arrive", "gather"), name
+    assert name in ("wait", "arrive", "gather", "touch"), name
     return token, []
 
 
@@ -371,16 +365,6 @@ def _keeps(count, column, row_a, row_b, least, turned):
     word = dropout.join(column, row_a, row_b)
     half = jnp.where(upper, word >> 16, word) & 0x7FFF
     return half >= (least.astype(jnp.uint32) >> 16)
-
-
-def _kept_bits(keeps):
-    bits = keeps.reshape(64, -1, 8).astype(jnp.int32)
-    return jnp.sum(bits << jnp.arange(bits.shape[1], dtype=jnp.int32)[:, None], axis=1, dtype=jnp.int32)
-
-
-def _pick(bits, x):
-    kept = (bits[:, None] >> jnp.arange(x.shape[1] // 8, dtype=jnp.int32)[:, None]) & 1
-    return jnp.where(kept.reshape(x.shape) != 0, x, 0.0)
 
 
 _sums = threading.Lock()

@@ -480,6 +480,7 @@ def load(
         reader = reading.Reader(plan.kinds, inputs.operands, item.b, h, None)
         arrives = arrival(slot, tile)
         transfers.fetch(inputs.q, item.b, q0, h, shared.q, slot, arrives)
+        reader.touch(q0, k0, config.block_q, config.block_k)
         for array, ref in ((inputs.lse, shared.lse), (inputs.delta, shared.delta)):
             plgpu.copy_gmem_to_smem(array.at[item.b, h, rows], ref.at[slot], arrives)
         for name, ref in shared.cols.items():

@@ -40,7 +40,7 @@ def dq(problem: Problem, total: jax.Array, scale: jax.Array | None) -> jax.Array
 
     Args:
       problem: of the call.
-      total: dQ without its scale, float32 `shape_of`.
+      total: dQ without its scale and, with dropout, times ``1 - rate``; float32 `shape_of`.
       scale: float32 ``[b]``, None for the default.
     """
     _, _, parts, size = total.shape
@@ -54,7 +54,7 @@ def dq(problem: Problem, total: jax.Array, scale: jax.Array | None) -> jax.Array
         item = schedule.item_of(work, lax.axis_index("block"))
         (buffer,) = transfers.names(buffer, shape)
         rows = rows_at(problem, total, item)
-        factor = logits.factor(problem, scale, lambda: item.b)
+        factor = logits.factor(problem, scale, lambda: item.b) / (1 - problem.dropout_rate)
         for part in range(parts):
             x = intrinsics.load_tile(rows.at[part], width) * factor
             buffer.tile(0).at[:, pl.ds(part * width, width)][...] = x.astype(problem.dtype)

@@ -72,12 +72,16 @@ def compute(
             p, slope = recompute.weights(inputs.scale, s, tile, lse)
             p = recompute.hide(tile, place.partial, p)
             narrow = p.astype(dtype)
-            kept, keep = recompute.dropped_and_kept(tile, p)
-            plgpu.wgmma(dv_acc, narrow if problem.dropout_rate == 0 else kept.astype(dtype), do)
+            kept = recompute.dropped(tile, p).astype(dtype) if problem.dropout_rate > 0 else narrow
+            plgpu.wgmma(dv_acc, kept, do)
             if config.ordered == "late":
                 intrinsics.give_turn(1 - warpgroup)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-            dp = recompute.slopes(tile, dp, delta, keep)
+            if problem.dropout_rate > 0:
+                # (1 - rate) dS: what is dropped has no share in dP.
+                wide = dtype if config.narrow == "product" else jnp.float32
+                begin = (delta() * (1 - problem.dropout_rate)).astype(wide)
+                return (kept.astype(wide) * dp.astype(wide) + narrow.astype(wide) * begin).astype(dtype)
             if config.narrow == "product":
                 return narrow * dp.astype(dtype)
             if config.narrow == "weights":
@@ -151,8 +155,7 @@ def compute(
             if acc is dk_acc:
                 plgpu.barrier_arrive(barriers.kv_empty)
                 x = x * logits.factor(problem, inputs.scale, lambda: item.b)
-            elif problem.dropout_rate > 0:
-                x = x * (1 / (1 - problem.dropout_rate))
+            x = recompute.restore(problem, x)
             intrinsics.store_tile(array.at[item.b, :, item.h], x.astype(dtype), k0, jnp.int32(0))
         return end
 

@@ -308,7 +308,8 @@ def compute(
             p, slope = recompute.weights(inputs.scale, s, where, lambda: along_rows(lse))
             p = recompute.hide(where, tile.partial, p)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
-            ds, more = p * recompute.slopes(where, dp, lambda: along_rows(delta)), total
+            ds = recompute.restore(problem, p * recompute.slopes(where, dp, lambda: along_rows(delta)))
+            more = total
             if plan.sums:
                 # Zeros where the mask hides a key, whose product may be anything.
                 slopes = jnp.where(p > 0, scores.through_softcap(s, slope), 0.0)

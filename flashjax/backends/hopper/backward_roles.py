@@ -190,8 +190,7 @@ def _play(
     plgpu.barrier_arrive(barriers.kv_empty)
     k0 = item.i * config.block_k
     dk = dk * logits.factor(problem, inputs.scale, lambda: item.b)
-    if problem.dropout_rate > 0:
-        dvalue = dvalue * (1 / (1 - problem.dropout_rate))
+    dk, dvalue = (recompute.restore(problem, x) for x in (dk, dvalue))
     for array, x, parts in zip(results, (dk, dvalue), (d, dv), strict=True):
         column = jnp.int32(parts.start * plan.part)
         intrinsics.store_tile(array.at[item.b, :, item.h], x.astype(dtype), k0, column)

@@ -354,6 +354,7 @@ def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: 
         for array, ref in ((inputs.lse, shared.lse), (inputs.delta, shared.delta)):
             plgpu.copy_gmem_to_smem(array.at[b, h, pl.ds(q0, plan.queries)], ref.at[slot], full)
         reader = reading.Reader(plan.kinds, inputs.operands, b, h, None)
+        reader.touch(q0, k0, plan.queries, plan.shapes["k"].rows)
         for name, ref in shared.cols.items():
             source = reader.at(name).at[pl.ds(c0, config.block_k)]
             plgpu.copy_gmem_to_smem(source, ref.at[slot], full)
@@ -478,7 +479,8 @@ def _shares(
         p = recompute.hide(tile, partial != 0, p)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
         # What is hidden may be anything, and so may its products.
-        ds = jnp.where(p > 0, p * recompute.slopes(tile, dp, delta), 0.0)
+        ds = recompute.restore(plan.problem, p * recompute.slopes(tile, dp, delta))
+        ds = jnp.where(p > 0, ds, 0.0)
         by_operand = functools.partial(recompute.by_operand, inputs.scale, tile, plan.name, s)
         return (by_operand(ds),) if plan.sums == 1 else (by_operand(ds), ds, by_operand(p))
 

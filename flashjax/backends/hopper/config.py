@@ -224,8 +224,8 @@ def _fastest(problem: Problem, traits: Traits) -> Config:
     # The loads of a query tile must run under the end of the one before where it visits few key tiles; and
     # blocks must not share the query tiles by number where these differ.
     schedule = "queue" if traits.scans or (keys > 1024 and not plain) else "static"
-    if max(d, dv) <= 128 and problem.softcap is not None:
-        return Config(ordered=False)  # others spill
+    if max(d, dv) <= 128 and problem.bends:  # others spill
+        return Config(ordered=False) if problem.scores is None else Config(block_k=64, ordered=False)
     if max(d, dv) <= 64:
         large = Config(warpgroups=3, registers=(160, 32))
         if traits.scans or more:  # key tiles of 128 spill
@@ -239,8 +239,6 @@ def _fastest(problem: Problem, traits: Traits) -> Config:
     if max(d, dv) <= 128:
         if plain and keys >= 4096 and not traits.busy and not more:
             return Config(block_k=192)  # needs all registers that a thread may have
-        if problem.bends and problem.scores is not None:
-            return Config(block_k=64, schedule=schedule)
         return Config(schedule=schedule, ordered=plain or traits.scans or isinstance(problem.mask, Causal))
     if dv <= 128 and d <= 192:
         return Config()

@@ -296,6 +296,7 @@ def load(
         if shared.tile is not None:
             shared.tile[slot] = tile.key
         transfers.fetch(inputs.k, item.b, k0, kv_head, shared.k, slot, barriers.k_full.at[slot])
+        reader.touch(item.i * config.block_q, k0, config.block_q, config.block_k)
         for name, ref in shared.cols.items():
             keys = reader.at(name).at[pl.ds(k0, config.block_k)]
             plgpu.copy_gmem_to_smem(keys, ref.at[slot], barriers.k_full.at[slot])
@@ -361,6 +362,7 @@ def compute(
     slot_of = lambda n: lax.rem(base + n, jnp.int32(config.stages))
     reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, q0)
     rows = reading.Rows(reader, reader.rows())
+    tile_added = functools.partial(_added, plan, shared, rows)
     tile_scores = functools.partial(_scores, plan, inputs.scale, shared, rows)
     drop = functools.partial(_drop, plan, shared, rows)
     # Dropout reads the vectors over keys after the softmax.
@@ -402,7 +404,7 @@ def compute(
         return s_acc[...]
 
     s = pl.run_scoped(first_product, plgpu.ACC((ROWS, config.block_k), jnp.float32))
-    s = tile_scores(visit, visit.first, slot, s)
+    s = tile_scores(visit, visit.first, slot, s, tile_added(visit, visit.first, slot))
     m, l = _begin(plan, inputs.sinks, item)
     release_early(slot)
     p, _, m, l = _softmax(plan, m, l, s)
@@ -427,8 +429,9 @@ def compute(
                 plgpu.wgmma(s_acc, q_smem, shared.k.tile(slot).T)
                 plgpu.barrier_wait(barriers.v_full.at[before])
                 plgpu.wgmma(o_acc, state.p, shared.v.tile(before))
+            more = tile_added(visit, n, slot)  # loads under the products
             s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-            s = tile_scores(visit, n, slot, s)
+            s = tile_scores(visit, n, slot, s, more)
             release_early(slot)
             p, alpha, m, l = _softmax(plan, state.m, state.l, s)
             p = drop(slot, p)
@@ -490,6 +493,21 @@ def _begin(plan: Plan, sinks: Any, item: schedule.Item) -> tuple[jax.Array, jax.
     return m, _full((ROWS, PARTS), 1 / PARTS, WGMMA)
 
 
+def _tile(plan: Plan, shared: Shared, visit: walk.Visit, n: Any, slot: Any) -> walk.Tile:
+    return visit.tile(plan, n, None if shared.tile is None else shared.tile[slot])
+
+
+def _added(
+    plan: Plan, shared: Shared, rows: reading.Rows, visit: walk.Visit, n: Any, slot: Any
+) -> jax.Array | None:
+    """Return what is added to the logits of the n-th tile, None where the scores do more than add."""
+    if plan.problem.scores is None or not plan.problem.scores.additive:
+        return None
+    block_k = plan.config.block_k
+    first = _tile(plan, shared, visit, n, slot).index * block_k
+    return reading.added(plan, rows, shared.cols, slot, first, block_k)
+
+
 def _scores(
     plan: Plan,
     scales: Any,
@@ -499,16 +517,22 @@ def _scores(
     n: Any,
     slot: Any,
     s: jax.Array,
+    more: jax.Array | None,
 ) -> jax.Array:
-    """Turn the products [64, block_k] of the n-th tile into logits, and hide what the mask hides."""
+    """Turn the products [64, block_k] of the n-th tile into logits, and hide what the mask hides.
+
+    ``more`` is what `_added` returned.
+    """
     problem = plan.problem
     if not logits.folds(problem):
         s, _ = logits.logits(problem, scales, lambda: rows.reader.b, s)
     if not plan.masked and problem.scores is None:
         return s
-    tile = visit.tile(plan, n, None if shared.tile is None else shared.tile[slot])
+    tile = _tile(plan, shared, visit, n, slot)
     block_k = plan.config.block_k
-    if problem.scores is not None:
+    if more is not None:
+        s = s + more
+    elif problem.scores is not None:
         s = reading.changed(plan, rows, shared.cols, slot, tile.index * block_k, s)
     if not plan.masked:
         return s

@@ -201,58 +201,12 @@ def drop(x: jax.Array, words: tuple[jax.Array, ...], threshold: int, turned: boo
     """
 
     def drop(_, x, column, row_a, row_b, least):
-        return _accumulator(_dropped(x, column, row_a, row_b, least, turned, None), x.shape[1])
+        return _accumulator(_dropped(x, column, row_a, row_b, least, turned), x.shape[1])
 
     drop.__name__ = "drop_turned" if turned else "drop"
     result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=plgpu.Layout.WGMMA)
     types = (plgpu.Layout.WGMMA, *_word_layouts(turned), plgpu.Layout.WG_SPLAT)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(drop)(x, *words, _least(threshold))
-
-
-def drop_and_keep(x: jax.Array, words: tuple[jax.Array, ...], threshold: int) -> tuple[jax.Array, jax.Array]:
-    """Do what `drop` does where rows are keys, and return what it keeps too, for `pick`.
-
-    Returns:
-      ``(x, bits)``: bits are int32 ``[64, 8]``; bit n of the number in column c says whether column
-      ``8 n + c`` is kept.
-    """
-
-    def drop_and_keep(_, x, column, row_a, row_b, least):
-        bits = [[_int32(0), _int32(0)], [_int32(0), _int32(0)]]
-        pairs = _dropped(x, column, row_a, row_b, least, True, bits)
-        kind = ir.VectorType.get((2,), _int32_type())
-        packed = _accumulator([vector.from_elements(kind, own) for own in bits], 8, signed=True)
-        return _accumulator(pairs, x.shape[1]), packed
-
-    layout = plgpu.Layout.WGMMA
-    results = (
-        plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
-        plgpu.ShapeDtypeStruct((64, 8), jnp.int32, layout=layout),
-    )
-    types = (layout, *_word_layouts(True), plgpu.Layout.WG_SPLAT)
-    call = plgpu.inline_mgpu(arg_types=types, return_type=results)(drop_and_keep)
-    return call(x, *words, _least(threshold))
-
-
-def pick(bits: jax.Array, x: jax.Array) -> jax.Array:
-    """Zero what `drop_and_keep` has dropped, of another tile."""
-
-    def pick(_, bits, x):
-        zero = arith.constant(ir.F32Type.get(), _float32(0))
-        own = [[vector.extract(pair, [], [i]) for i in (0, 1)] for pair in bits.registers.flat]
-        pairs = []
-        for n, pair in enumerate(x.registers.flat):
-            values = []
-            for i in (0, 1):
-                bit = arith.andi(own[n % 2][i], _int32(1 << (n // 2)))
-                kept = arith.cmpi(arith.CmpIPredicate.ne, bit, _int32(0))
-                values.append(arith.select(kept, vector.extract(pair, [], [i]), zero))
-            pairs.append(vector.from_elements(pair.type, values))
-        return _accumulator(pairs, x.shape[1])
-
-    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=plgpu.Layout.WGMMA)
-    types = (plgpu.Layout.WGMMA, plgpu.Layout.WGMMA)
-    return plgpu.inline_mgpu(arg_types=types, return_type=result)(pick)(bits, x)
 
 
 def _least(threshold: int) -> jax.Array:
@@ -265,10 +219,8 @@ def _word_layouts(turned: bool) -> tuple[Any, Any, Any]:
     return (rows, columns, columns) if turned else (columns, rows, rows)
 
 
-def _dropped(
-    x: Any, column: Any, row_a: Any, row_b: Any, least: Any, turned: bool, bits: list | None
-) -> list[Any]:
-    """Return the registers of ``x`` with zeros for what dropout drops, and note in ``bits`` what it keeps.
+def _dropped(x: Any, column: Any, row_a: Any, row_b: Any, least: Any, turned: bool) -> list[Any]:
+    """Return the registers of ``x`` with zeros for what dropout drops.
 
     The joining round of `dropout`, and its decision for both keys that share a word: a thread holds both,
     eight columns apart, or eight rows. The halves of a word are compared as bfloat16.
@@ -286,37 +238,27 @@ def _dropped(
         x = arith.xori(arith.xori(x, arith.shrui(x, _int32(15))), b)
         return arith.andi(arith.muli(x, _uint32(0x846CA68B)), _int32(0x7FFF7FFF))
 
-    def decide(word, low, high, bit, own):
-        """Zero two numbers where the word says so; ``own`` are the two that note ``bit``."""
-        compare = "{ .reg .pred p, q; setp.lt.bf16x2 p|q, $%d, $%d; "
-        zero = "selp.f32 $0, 0f00000000, $%d, p; selp.f32 $1, 0f00000000, $%d, q; "
-        if own is None:
-            kinds, names, more = "(f32, f32)", "=f,=f,f,f,r,r", ""
-            text = compare % (4, 5) + zero % (2, 3)
-            arguments = [values[low], values[high], word, least]
-        else:
-            kinds, names = "(f32, f32, i32, i32)", "=f,=f,=r,=r,f,f,r,r,2,3"
-            text = compare % (6, 7) + zero % (4, 5)
-            more = f"@!p or.b32 $2, $2, {bit}; @!q or.b32 $3, $3, {bit}; "
-            arguments = [values[low], values[high], word, least, *own]
-        result = llvm.inline_asm(ir.Type.parse(f"!llvm.struct<{kinds}>"), arguments, text + more + "}", names)
-        take = lambda n, kind: llvm.extractvalue(kind, result, [n])
-        values[low], values[high] = take(0, f32), take(1, f32)
-        return None if own is None else [take(n, _int32_type()) for n in (2, 3)]
+    def decide(word, low, high):
+        """Zero two numbers where the word says so."""
+        result = llvm.inline_asm(
+            ir.Type.parse("!llvm.struct<(f32, f32)>"),
+            [values[low], values[high], word, least],
+            "{ .reg .pred p, q; setp.lt.bf16x2 p|q, $4, $5; "
+            "selp.f32 $0, 0f00000000, $2, p; selp.f32 $1, 0f00000000, $3, q; }",
+            "=f,=f,f,f,r,r",
+        )
+        values[low], values[high] = (llvm.extractvalue(f32, result, [n]) for n in (0, 1))
 
     for i in (0, 1):
         if turned:
             for n in range(groups):
                 word = join(down(column, 0), along(row_a, n, i), along(row_b, n, i))
-                own = None if bits is None else [bits[row][i] for row in (0, 1)]
-                own = decide(word, (2 * n, i), (2 * n + 1, i), 1 << n, own)
-                if own is not None:
-                    bits[0][i], bits[1][i] = own
+                decide(word, (2 * n, i), (2 * n + 1, i))
         else:
             for n in range(0, groups, 2):
                 for row in (0, 1):
                     word = join(along(column, n, i), down(row_a, row), down(row_b, row))
-                    decide(word, (2 * n + row, i), (2 * (n + 1) + row, i), None, None)
+                    decide(word, (2 * n + row, i), (2 * (n + 1) + row, i))
     return [
         vector.from_elements(pair.type, [values[n, i] for i in (0, 1)]) for n, pair in enumerate(registers)
     ]
@@ -380,6 +322,39 @@ def load_numbers(ref: Any, row: jax.Array, column: jax.Array, count: int, turned
 
     load.__name__ = "numbers_turned" if turned else "numbers"
     return _tile_of(load, count)(ref, row, column)
+
+
+def touch_numbers(ref: Any, row: jax.Array, column: jax.Array, rows: int, columns: int) -> None:
+    """Bring part of an array of numbers into the L1 cache, and do not wait for it: others load it soon.
+
+    Args:
+      ref: ``[rows, columns]`` in global memory.
+      row, column: where the part begins, int32; it may reach beyond the end.
+      rows, columns: its size.
+    """
+
+    def touch(_, ref, row, column):
+        i64 = ir.IntegerType.get_signless(64)
+        kind = ir.MemRefType(ref.type)
+        (height, width), ((pitch, _), _) = kind.shape, kind.get_strides_and_offset()
+        per_line = 128 * 8 // kind.element_type.width
+        across = -(-columns // per_line)
+        base = mosaic.utils.memref_ptr(ref)
+        thread = arith.remui(mosaic.utils.thread_idx(), _int32(WARPGROUP))
+        for first in range(0, rows * across, WARPGROUP):
+            line = arith.addi(thread, _int32(first))
+            at = arith.addi(row.registers.item(), arith.divui(line, _int32(across)))
+            to = arith.muli(arith.remui(line, _int32(across)), _int32(per_line))
+            to = arith.addi(column.registers.item(), to)
+            at, to = (arith.minsi(x, _int32(most - 1)) for x, most in ((at, height), (to, width)))
+            offset = arith.muli(arith.extsi(i64, at), arith.constant(i64, pitch))
+            offset = arith.addi(offset, arith.extsi(i64, to))
+            pointer = llvm.getelementptr(base.type, base, [offset], [DYNAMIC], kind.element_type, None)
+            read = "{ .reg .b16 x; ld.global.b16 x, [$0]; }"
+            llvm.inline_asm(ir.Type.parse("!llvm.void"), [pointer], read, "l", has_side_effects=True)
+
+    splat = plgpu.Layout.WG_SPLAT
+    _inline(touch, (plgpu.RefType(), splat, splat))(ref, row, column)
 
 
 def load_diagonals(

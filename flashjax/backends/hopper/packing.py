@@ -29,6 +29,14 @@ from flashjax.problem import Inputs, Problem
 
 WORD = 32
 SCORES = "scores:"  # before the names of what the scores read
+# What a score function may compute with: all that is elementwise and that the kernel does to float32.
+KNOWN = frozenset(
+    """
+    abs add add_any and broadcast_in_dim clamp convert_element_type copy div eq exp exp2 ge gt integer_pow jit
+    le log logistic lt max min mul ne neg not one_minus_square or pjit rem reshape rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sqrt square squeeze stop_gradient sub tanh xor
+    """.split()  # noqa: SIM905 - a list of so many words reads better like this
+)
 ROW_A, ROW_B, COLUMN = WORDS = "dropout:row_a", "dropout:row_b", "dropout:column"
 MOST_VECTORS = 7  # that fit into shared memory beside the tiles of the largest heads, whatever their dtypes
 
@@ -83,10 +91,46 @@ def refusal(problem: Problem) -> str | None:
         if form_of(operand) in ("tile", "diagonal"):
             kinds = "booleans and, in scores, floating numbers"
             return f"{what} has one {dtype} per query and key; the kernel reads only {kinds} of that kind"
+    if problem.bends and problem.scores is not None:
+        closed = _traced_function(problem)
+        unknown = sorted(_names(closed.jaxpr) - KNOWN)
+        if unknown:
+            return (
+                f"score_fn computes {', '.join(unknown)}; the kernel has elementwise arithmetic, "
+                "comparisons, exp, log, tanh and the like, and reads arrays only as declared operands"
+            )
+        if any(jnp.ndim(x) for x in closed.consts):
+            return "score_fn closes over an array; the kernel reads arrays only as declared operands"
     vectors = [n for n, x in named.items() if form_of(x) in ("rows", "cols")]
     if len(vectors) > MOST_VECTORS:
         return f"the call reads {len(vectors)} vectors over queries or keys; the kernel holds {MOST_VECTORS}"
     return None
+
+
+def _traced_function(problem: Problem) -> Any:
+    """Return a closed jaxpr of the function of the scores on a tile, and of its derivatives."""
+    operands = problem.scores.operands()
+    tile = lambda dtype: jax.ShapeDtypeStruct((64, 64), dtype)
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    arrays = {n: tile(stored(x.array.dtype)) for n, x in operands.items()}
+
+    def both(s, position, arrays):
+        numbers = {n: x for n, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        apply = lambda s, numbers: problem.scores.apply(s, position, arrays | numbers)
+        new, pull = jax.vjp(apply, s, numbers)
+        return apply(s, numbers), new, pull(jnp.ones_like(new))
+
+    place = (index, index, tile(jnp.int32), tile(jnp.int32))
+    return jax.make_jaxpr(both)(tile(jnp.float32), place, arrays)
+
+
+def _names(jaxpr: Any) -> set[str]:
+    """Return the names of all primitives in a jaxpr."""
+    found = set()
+    for equation in jaxpr.eqns:
+        inner = [x for x in equation.params.values() if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
+        found |= set().union(*(_names(getattr(x, "jaxpr", x)) for x in inner)) or {equation.primitive.name}
+    return found
 
 
 def operands(problem: Problem, inputs: Inputs | None = None) -> dict[str, Operand]:

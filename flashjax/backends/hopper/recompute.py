@@ -15,7 +15,6 @@ Source: Dao et al., "FlashAttention" (2022), appendix B.2, algorithm 4; Dao, "Fl
 algorithm 2.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -132,15 +131,16 @@ def begin_slopes(acc: Any, plan: Any, delta: Callable[[], jax.Array]) -> None:
     acc[...] = delta() if plan.problem.dropout_rate == 0 else jnp.zeros(acc.shape, jnp.float32)
 
 
-def slopes(tile: Tile, dp: jax.Array, delta: Callable[[], jax.Array], drop: Callable | None = None) -> Any:
-    """Return ``dP - (delta - dlse)`` of what the accumulator of dP holds; see `begin_slopes`.
-
-    ``drop`` zeroes what dropout drops; None works it out.
-    """
+def slopes(tile: Tile, dp: jax.Array, delta: Callable[[], jax.Array]) -> jax.Array:
+    """Return ``1 - rate`` times ``dP - (delta - dlse)``, of what the accumulator holds that `begin_slopes`
+    began."""
     rate = tile.plan.problem.dropout_rate
-    if rate == 0:
-        return dp
-    return (drop or functools.partial(dropped, tile))(dp) * (1 / (1 - rate)) + delta()
+    return dp if rate == 0 else dropped(tile, dp) + delta() * (1 - rate)
+
+
+def restore(problem: Problem, x: jax.Array) -> jax.Array:
+    """Divide by ``1 - rate``."""
+    return x if problem.dropout_rate == 0 else x * (1 / (1 - problem.dropout_rate))
 
 
 def dropped(tile: Tile, x: jax.Array) -> jax.Array:
@@ -150,16 +150,6 @@ def dropped(tile: Tile, x: jax.Array) -> jax.Array:
         return x
     words = tile.ask(reading.dropout_words, x.shape[1])
     return intrinsics.drop(x, words, dropout.threshold(rate), tile.plan.view.by_key)
-
-
-def dropped_and_kept(tile: Tile, x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """Return ``(dropped(x), function)``, where the function does the same to another; rows are keys."""
-    rate = tile.plan.problem.dropout_rate
-    if rate == 0:
-        return x, lambda x: x
-    words = tile.ask(reading.dropout_words, x.shape[1])
-    x, bits = intrinsics.drop_and_keep(x, words, dropout.threshold(rate))
-    return x, functools.partial(intrinsics.pick, bits)
 
 
 def weights(
