@@ -1,5 +1,6 @@
 """How wrong an answer may be: twice as wrong as the same maths done plainly, plus one rounding."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,27 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flashjax import dropout, flash_attention, masks, operands, scores
+from flashjax import backends, dropout, flash_attention, masks, operands, reference, scores, softmax
 
 
 def run(
     function: Callable[..., Any],
     arrays: dict[str, Any],
     cotangents: Any,
+    jit: bool = True,
 ) -> dict[str, jax.Array]:
     """Return out, lse and the gradient of every array of ``function(**arrays) -> (out, lse)``.
 
     The cotangent of lse is zero where lse is infinite: there is nothing to differentiate.
     """
 
-    @jax.jit
     def both(arrays, cotangents):
         (out, lse), pull = jax.vjp(lambda a: function(**a), arrays)
         dlse = jnp.where(jnp.isfinite(lse), cotangents[1], 0).astype(lse.dtype)
         (gradients,) = pull((cotangents[0].astype(out.dtype), dlse))
         return {"out": out, "lse": lse, **{f"d{name}": x for name, x in named(gradients).items()}}
 
-    return both(arrays, cotangents)
+    return (jax.jit(both) if jit else both)(arrays, cotangents)
 
 
 def named(arrays: dict[str, Any]) -> dict[str, Any]:
@@ -59,15 +60,39 @@ def plain(arrays: dict[str, Any], options: dict[str, Any], cotangents: Any) -> d
 
     For half precision that is the textbook, differentiated by JAX. In float32 the formula of the gradient
     itself counts (``delta = rowsum(dO * O)`` is rounded apart from dP), so there it is the reference's; and
-    so it is everywhere for sinks, whose gradient is delta and nothing else.
+    so it is in half precision for what sums over places, with P and O rounded.
     """
-    reference = lambda **a: flash_attention(**a, **options, implementation="reference", return_residual=True)
+    attend = functools.partial(flash_attention, **options, return_residual=True)
     if arrays["query"].dtype == jnp.float32:
-        return run(reference, arrays, cotangents)
+        return run(functools.partial(attend, implementation="reference"), arrays, cotangents)
     results = run(lambda **a: plain_attention(**a, **options), arrays, cotangents)
-    if "sinks" in arrays:
-        results["dsinks"] = run(reference, arrays, cotangents)["dsinks"]
+    if any(name.startswith(SUMS) for name in results):
+        shipped = backends.BACKENDS
+        backends.BACKENDS = (*shipped, _ROUNDED)
+        try:
+            # Not in one program, in which XLA would leave the rounding of O out.
+            call = functools.partial(attend, implementation=_ROUNDED.name)
+            summed = run(call, arrays, cotangents, jit=False)
+        finally:
+            backends.BACKENDS = shipped
+        results |= {name: x for name, x in summed.items() if name.startswith(SUMS)}
     return results
+
+
+def _forward_rounded(problem, inputs):
+    """Compute ``(out, lse)`` as the reference does, with P rounded before it is multiplied by V."""
+    _, lse = reference.forward(problem, inputs)
+    q, k, v = reference._repeat(problem, inputs)
+    visible = reference._visible(problem, inputs)
+    s, _, _ = reference._logits(problem, inputs, q, k, visible)
+    p = softmax.weights(s, lse) * reference._kept(problem, inputs)
+    kind = jnp.finfo(problem.dtype)
+    p = jax.lax.reduce_precision(p, kind.nexp, kind.nmant)
+    out = jnp.einsum("bhqk,bhkd->bqhd", p, jnp.where(jnp.any(visible, 2)[..., None], v, 0))
+    return out.astype(problem.dtype), lse
+
+
+_ROUNDED = backends.Backend("rounded", lambda problem: None, _forward_rounded, reference.backward, False)
 
 
 def plain_attention(

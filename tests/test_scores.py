@@ -59,19 +59,16 @@ def close(got, wanted, **tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), got, wanted)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def results(function, *arrays):
-    """Return ``out, lse = function(*arrays)`` and the gradients of all arrays through both: one program."""
-
-    @jax.jit
-    def run(*arrays):
-        (out, lse), pull = jax.vjp(function, *arrays)
-        cotangents = jnp.cos(jnp.arange(out.size)).reshape(out.shape), jnp.sin(jnp.arange(lse.size))
-        gradients = pull(
-            (cotangents[0].astype(out.dtype), cotangents[1].reshape(lse.shape).astype(lse.dtype))
-        )
-        return out, lse, gradients
-
-    return run(*arrays)
+    """Return ``out, lse = function(*arrays)`` and the gradients of all arrays through both."""
+    (out, lse), pull = jax.vjp(function, *arrays)
+    dout, dlse = jnp.cos(jnp.arange(out.size)), jnp.sin(jnp.arange(lse.size))
+    return (
+        out,
+        lse,
+        pull((dout.reshape(out.shape).astype(out.dtype), dlse.reshape(lse.shape).astype(lse.dtype))),
+    )
 
 
 def check_defined(ours, theirs, *arrays):
@@ -83,7 +80,7 @@ def check_defined(ours, theirs, *arrays):
 # ---- by relative position --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(R,), (N, R), (B, N, R), (B, 1, R), (N, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(R,), (N, R), (B, 1, R), (N, 1)], ids=str)
 def test_position_bias_is_added_where_query_and_key_meet(shape):
     spread = lambda x: x[..., PLACE] if x.shape[-1] > 1 else x[..., None]
     check_defined(lambda x: {"position_bias": x}, lambda x: {"added": spread(x)}, normal(3, *shape))
@@ -118,8 +115,7 @@ def test_buckets_are_those_of_t5(buckets, bidirectional, max_distance):
     assert set(wanted) == set(range(buckets)) - ({buckets // 2} if bidirectional else set())
 
 
-@pytest.mark.parametrize("offset", [0, S - T, -9])
-@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("bidirectional", "offset"), [(True, 0), (True, -9), (False, S - T)])
 def test_bucket_bias_is_an_entry_of_its_table(bidirectional, offset):
     make = functools.partial(
         RelativePositionBias, bidirectional=bidirectional, max_distance=30, offset=offset
@@ -137,7 +133,7 @@ ROWS = jnp.array([3, -40])
 LENGTHS = jnp.array([S, 21])
 ALIBI = {
     "slopes": (lambda x: {"alibi_slopes": x}, 0),
-    "object": (lambda x: {"alibi_slopes": Alibi(x)}, 0),
+    "rows": (lambda x: {"alibi_slopes": jnp.stack([x, 2 * x])}, 0),
     "offset": (lambda x: {"alibi_slopes": Alibi(x, 5)}, 5),
     "offset-array": (lambda x: {"alibi_slopes": Alibi(x, offset=jnp.array(-7))}, -7),
     "offset-rows": (lambda x: {"alibi_slopes": Alibi(x, offset=ROWS)}, ROWS[:, None, None, None]),
@@ -149,16 +145,16 @@ ALIBI = {
 }
 
 
-@pytest.mark.parametrize("by_row", [False, True], ids=["heads", "rows-and-heads"])
 @pytest.mark.parametrize("name", ALIBI)
-def test_alibi_subtracts_slopes_times_distances(name, by_row):
+def test_alibi_subtracts_slopes_times_distances(name):
     ours, offset = ALIBI[name]
+    distance = np.abs(np.asarray(DISTANCE - offset, np.float32))
+    if name == "rows":
+        distance = np.stack([distance, 2 * distance])[:, None]
     seen = True
     if name == "end-of-each-row":
         seen = np.arange(S) < np.asarray(LENGTHS)[:, None, None, None]
-    distance = np.abs(np.asarray(DISTANCE - offset, np.float32))
-    added = lambda x: {"added": -x[..., None, None] * distance, "seen": seen}
-    check_defined(ours, added, jnp.stack([SLOPES, 2 * SLOPES]) if by_row else SLOPES)
+    check_defined(ours, lambda x: {"added": -x[:, None, None] * distance, "seen": seen}, SLOPES)
 
 
 # ---- functions -------------------------------------------------------------------------------------
@@ -334,56 +330,53 @@ def test_order_is_softcap_then_what_is_added_then_the_function_then_the_mask():
     close(results(all_at_once, Q, KEY, V, ARRAYS), results(plain, Q, KEY, V, ARRAYS))
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_every_backend_gives_the_same(implementation):
-    call = lambda q, k, v, a: flash_attention(
-        q, k, v, **options_of(**a), implementation=implementation, return_residual=True
-    )
-    close(results(call, Q, KEY, V, ARRAYS), results(all_at_once, Q, KEY, V, ARRAYS))
+def test_reference_gives_the_same():
+    call = functools.partial(flash_attention, implementation="reference", return_residual=True)
+    theirs = lambda q, k, v, arrays: call(q, k, v, **options_of(**arrays))
+    close(results(theirs, Q, KEY, V, ARRAYS), results(all_at_once, Q, KEY, V, ARRAYS))
 
 
-@pytest.mark.parametrize(
-    "names", [("table",), ("slopes", "sinks"), ("near",), ("bias", "strength")], ids="+".join
-)
+@pytest.mark.parametrize("names", [("table",), ("near", "sinks")], ids="+".join)
 def test_gradient_of_some_arrays_is_that_of_all(names):
-    def gradients(chosen):
-        return jax.grad(lambda x: jnp.sum(jnp.sin(all_at_once(Q, KEY, V, ARRAYS | x)[0])))(chosen)
-
-    full, part = jax.jit(lambda x: (gradients(x), gradients({n: x[n] for n in names})))(ARRAYS)
-    close(part, {n: full[n] for n in names}, rtol=1e-6, atol=1e-6)
+    some = lambda chosen: all_at_once(Q, KEY, V, ARRAYS | chosen)
+    *_, (part,) = results(some, {n: ARRAYS[n] for n in names})
+    *_, full = results(all_at_once, Q, KEY, V, ARRAYS)
+    close(part, {n: full[3][n] for n in names}, rtol=1e-5, atol=1e-5)
 
 
 def test_heads_of_a_group_and_rows_have_entries_of_their_own():
-    # One entry at a time: its gradient by every result shows what it touches.
     def touched(name, x, at):
-        one = lambda e: attend(Q, KEY, V, **{name: x.at[at].add(e)})[1]
-        return np.asarray(jax.jit(jax.jacrev(one))(0.0) != 0)
+        """Say which numbers of lse an entry changes."""
+        one = jax.jit(lambda x: attend(Q, KEY, V, **{name: x})[1])
+        return [set(n) for n in np.nonzero(np.asarray(one(x) != one(x.at[at].add(1))))]
 
-    for h in range(N):
-        rows, _, heads = np.nonzero(touched("sinks", SINKS, h))
-        assert (set(rows), set(heads)) == (set(range(B)), {h})
-    rows, _, heads = np.nonzero(touched("alibi_slopes", jnp.stack([SLOPES, SLOPES]), (1, 2)))
-    assert (set(rows), set(heads)) == ({1}, {2})
-    queries = np.nonzero(touched("position_bias", jnp.zeros((N, R)), (3, 0)))[1]
-    assert set(queries) == {T - 1}, "the last query and key 0"
+    for h in (0, 3):
+        rows, _, heads = touched("sinks", SINKS, h)
+        assert (rows, heads) == (set(range(B)), {h})
+    rows, _, heads = touched("alibi_slopes", jnp.stack([SLOPES, SLOPES]), (1, 2))
+    assert (rows, heads) == ({1}, {2})
+    _, queries, heads = touched("position_bias", jnp.zeros((N, R)), (3, 0))
+    assert (queries, heads) == ({T - 1}, {3}), "the last query and key 0"
 
 
 # ---- dtypes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_gradients_have_the_dtype_and_shape_of_their_arrays(dtype):
-    arrays = jax.tree.map(lambda x: x.astype(dtype), ARRAYS)
-    *_, (dq, _, _, got) = results(all_at_once, Q, KEY, V, arrays)
-    jax.tree.map(lambda g, x: np.testing.assert_equal((g.shape, g.dtype), (x.shape, x.dtype)), got, arrays)
+def test_gradients_of_half_precision_arrays_are_rounded_once(dtype):
+    given = jax.tree.map(lambda x: x.astype(dtype), ARRAYS)
+    *_, (dq, _, _, got) = results(all_at_once, Q, KEY, V, given)
     assert dq.dtype == jnp.float32
-    # Rounded once, at the end: what is wanted are the same sums of the same numbers.
     *_, (_, _, _, wanted) = results(
-        all_at_once, Q, KEY, V, jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+        all_at_once, Q, KEY, V, jax.tree.map(lambda x: x.astype(jnp.float32), given)
     )
     rounding = float(jnp.finfo(dtype).eps)
-    wide = functools.partial(jax.tree.map, lambda x: np.asarray(x, np.float32))
-    close(wide(got), wide(wanted), rtol=rounding, atol=3e-5)
+    for name, x in given.items():
+        assert (got[name].shape, got[name].dtype) == (x.shape, x.dtype)
+        atol = 1e-5 * float(jnp.abs(wanted[name]).max())  # of the same sums in float32
+        np.testing.assert_allclose(
+            np.asarray(got[name], np.float32), wanted[name], rtol=rounding, atol=atol, err_msg=name
+        )
 
 
 def test_operands_that_are_integers_have_no_gradient():
@@ -397,7 +390,7 @@ def test_operands_that_are_integers_have_no_gradient():
 
 
 def shifted(score, b, h, q, k, at):
-    return score + ((k - at) % 5).astype(score.dtype)
+    return score + ((k - at.astype(k.dtype)) % 5).astype(score.dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -438,7 +431,7 @@ def two_of(x):
     return jnp.stack([x, x * 0.5 - 0.25])
 
 
-MAPPED = [("slopes",), ("sinks", "bias"), ("table",), ("strength", "near"), tuple(ARRAYS)]
+MAPPED = [("slopes", "strength"), ("bias", "sinks"), ("table", "near"), tuple(ARRAYS)]
 
 
 @pytest.mark.parametrize("mapped", MAPPED, ids="+".join)

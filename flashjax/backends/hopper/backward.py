@@ -270,6 +270,7 @@ def backward(
     if wanted.scores:
         block_q = max(block_q, 2 * ROWS)
     length = -(-problem.query_length // block_q) * block_q
+    weight = 0.0  # of the sink in each row
     if problem.sinks:
         # A row of which only the sink counts is like one that sees nothing.
         sinks = jnp.tile(inputs.sinks[..., 0], (problem.batch // inputs.sinks.shape[0], 1, 1))
@@ -292,7 +293,7 @@ def backward(
     dq, dk, dv = _run(plan, arrays)
     dscale = dsinks = None
     if split:
-        dq, sums = backward_queries.dq(problem, inputs, tuple(rows), dout, dlse, sums=wanted.scale)
+        dq, sums = backward_queries.dq(problem, inputs, tuple(rows), dout, dlse, weight, sums=wanted.scale)
         dscale = _scale_gradient(inputs.scale, lse, sums) if wanted.scale else None
     else:
         dq = backward_finish.dq(problem, dq, scale)
@@ -301,9 +302,7 @@ def backward(
         if dlse is not None:  # which `starts` leaves out for queries that see nothing
             delta = jnp.where(blind, -dlse, delta)
         dsinks = scores.sink_gradient(inputs.sinks, jnp.where(blind, sinks, lse), delta)
-    dscores = backward_scores.gradients(
-        problem, inputs, tuple(rows), dout, wanted.scores, weight if problem.sinks else 0.0, dlse
-    )
+    dscores = backward_scores.gradients(problem, inputs, tuple(rows), dout, wanted.scores, weight, dlse)
     return Gradients(dq, dk, dv, dscores, dscale, dsinks)
 
 

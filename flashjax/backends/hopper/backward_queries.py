@@ -117,12 +117,13 @@ def dq(
     starts: tuple[jax.Array, jax.Array],
     dout: jax.Array,
     dlse: jax.Array | None,
+    weight: jax.Array | float,
     sums: bool,
     config: QueriesConfig | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute ``(dq [B, T, N, D], gradient of the scale by query [B, N, T] or None)``.
 
-    ``starts`` are those of `backward_start`, of `BLOCK_Q` queries a tile.
+    ``starts`` are those of `backward_start`, of `BLOCK_Q` queries a tile; ``weight`` is the sink's.
     """
     traits = recompute.traits(problem, by_key=False)
     config = config or configs.choose_queries(problem, traits)
@@ -142,8 +143,8 @@ def dq(
     if not sums:
         return results[0], None
     slopes, changes, means = results[1][..., : problem.query_length]
-    # The changes of a row's weights sum to dlse, but for the rounding of O in delta: take out what that does.
-    return results[0], slopes - means * (changes if dlse is None else changes - dlse)
+    begin = starts[1][..., : problem.query_length]
+    return results[0], slopes + means * recompute.missing(changes, begin, dlse, weight)
 
 
 def _kernel(plan: Plan) -> Any:

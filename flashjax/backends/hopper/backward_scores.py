@@ -178,7 +178,7 @@ def gradients(
     starts: tuple[jax.Array, jax.Array],
     dout: jax.Array,
     names: tuple[str, ...],
-    weight: jax.Array,
+    weight: jax.Array | float,
     dlse: jax.Array | None,
     config: ScoresConfig | None = None,
 ) -> dict[str, jax.Array]:
@@ -213,10 +213,8 @@ def gradients(
         sums = _kernel(plan, dtype)(arrays)
         if plan.sums == SUMS:
             shares, changes, means = sums[..., : problem.query_length]
-            # dS sums to (1 - weight) dlse + weight delta, but for the rounding of O in delta.
-            dlse = jnp.zeros_like(changes) if dlse is None else dlse
-            delta = dlse - starts[1][..., : problem.query_length]
-            error = (1 - weight) * dlse + weight * delta - changes
+            begin = starts[1][..., : problem.query_length]
+            error = recompute.missing(changes, begin, dlse, weight)
             sums = shares + jnp.where(means == 0, 0, error * means)
         elif plan.by_key:
             sums = sums[0]

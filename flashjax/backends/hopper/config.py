@@ -197,12 +197,13 @@ def choose_backward(problem: Problem, traits: BackwardTraits) -> BackwardConfig:
         return BackwardConfig(block_k=64, roles=True, stages=stages, registers=registers)
     # In float16 dP would overflow where the cotangent is scaled up.
     narrow = "product" if problem.dtype == jnp.bfloat16 else "weights"
+    drops = problem.dropout_rate > 0
     if widest > 64:  # needs all registers that a thread may have
         schedule = "queue" if traits.scans or problem.key_length <= 4096 else "blocks"
-        return BackwardConfig(narrow=narrow, ordered="late", schedule=schedule)
+        return BackwardConfig(narrow=narrow, ordered="early" if drops else "late", schedule=schedule)
     busy = traits.scans or traits.clears_queries or traits.pieces
-    if problem.dropout_rate > 0:  # with twice as many queries it spills
-        return BackwardConfig(narrow=narrow, ordered="late")
+    if drops:  # with twice as many queries it spills
+        return BackwardConfig(narrow=narrow, ordered="early")
     return BackwardConfig(block_q=128, narrow=narrow, registers=(232, 40) if busy else (240, 24))
 
 

@@ -236,14 +236,14 @@ def _dropped(x: Any, column: Any, row_a: Any, row_b: Any, least: Any, turned: bo
     def join(column, a, b):
         x = arith.muli(arith.xori(column, a), _uint32(0x7FEB352D))
         x = arith.xori(arith.xori(x, arith.shrui(x, _int32(15))), b)
-        return arith.andi(arith.muli(x, _uint32(0x846CA68B)), _int32(0x7FFF7FFF))
+        return arith.muli(x, _uint32(0x846CA68B))
 
     def decide(word, low, high):
         """Zero two numbers where the word says so."""
         result = llvm.inline_asm(
             ir.Type.parse("!llvm.struct<(f32, f32)>"),
             [values[low], values[high], word, least],
-            "{ .reg .pred p, q; setp.lt.bf16x2 p|q, $4, $5; "
+            "{ .reg .pred p, q; .reg .b32 x; abs.bf16x2 x, $4; setp.lt.bf16x2 p|q, x, $5; "
             "selp.f32 $0, 0f00000000, $2, p; selp.f32 $1, 0f00000000, $3, q; }",
             "=f,=f,f,f,r,r",
         )

@@ -45,6 +45,23 @@ def traits(problem: Problem, by_key: bool) -> configs.BackwardTraits:
     )
 
 
+def missing(
+    changes: jax.Array, begin: jax.Array, dlse: jax.Array | None, weight: jax.Array | float
+) -> jax.Array:
+    """Return what the rounding of O in delta takes from each query's dS, per unit of weight.
+
+    dS of a query sums to ``(1 - weight) dlse + weight delta``, where ``weight`` is the sink's: 0 without one.
+
+    Args:
+      changes: the sum that a kernel made of dS, ``[B, N, T]``.
+      begin: what dP started at: ``dlse - delta``, likewise.
+      dlse: cotangent of lse, likewise; None means 0.
+      weight: likewise, or 0.
+    """
+    dlse = jnp.zeros_like(changes) if dlse is None else dlse
+    return (1 - weight) * dlse + weight * (dlse - begin) - changes
+
+
 class Place(NamedTuple):
     """A tile as the loader hands it on: what the others need of it, found where they need it.
 
