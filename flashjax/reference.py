@@ -83,7 +83,7 @@ def _logits(problem: Problem, inputs: Inputs, q: jax.Array, k: jax.Array, visibl
         spread = lambda n, x: _rows(problem, whole(x._replace(array=arrays[n]), *position[2:]))
         return inputs.scores.apply(s, position, {n: spread(n, x) for n, x in operands.items()})
 
-    s, back = jax.vjp(change, s, {n: x.array for n, x in operands.items()})
+    s, back = jax.vjp(change, s, scores.in_dtype({n: x.array for n, x in operands.items()}, s.dtype))
 
     def pull(ds):
         ds, gradients = back(ds)
@@ -142,7 +142,7 @@ def backward(
         query=(dq * scale).swapaxes(1, 2).astype(problem.dtype),
         key=_over_group(problem, dk),
         value=_over_group(problem, dv),
-        scores={n: dscores[n] for n in wanted.scores},
+        scores={n: dscores[n].astype(inputs.scores.operands()[n].array.dtype) for n in wanted.scores},
         scale=_sum_to(dscale, inputs.scale) if wanted.scale else None,
         sinks=scores.sink_gradient(inputs.sinks, lse, delta) if wanted.sinks else None,
     )

@@ -115,7 +115,7 @@ class RelativePositionBias(Indexed):
             distance = jnp.maximum(-distance, 0)
         exact = count // 2
         ratio = jnp.maximum(distance, 1).astype(jnp.float32) / max(exact, 1)
-        growth = math.log(max(self.max_distance / max(exact, 1), math.e))
+        growth = math.log(max(self.max_distance / max(exact, 1), 1 + 1e-6))
         far = exact + (jnp.log(ratio) / growth * (count - exact)).astype(jnp.int32)
         return first + jnp.where(distance < exact, distance, jnp.minimum(far, count - 1))
 

@@ -22,6 +22,7 @@ from flashjax.backends import hopper
 ROOT = Path(__file__).parents[1]
 SHARED_MEMORY = 232_448  # bytes a block may have
 B, T, N = 2, 8192, 16
+PAIRS = {"pairs": (128, 4)}  # B and N of kinds of call that have others
 
 pytestmark = [
     pytest.mark.skipif(
@@ -49,6 +50,9 @@ CALLS = {
     "d64-ragged": ("64", T - 3, "full"),
     **{f"d{d}-{kind}-short": (d, 512, kind) for d in ("64", "128") for kind in ("full", "causal", "packed")},
     "d128-full-2048": ("128", 2048, "full"),
+    "d64-bias": ("64", 2048, "bias"),
+    **{f"d128-{kind}": ("128", T, kind) for kind in ("alibi", "function", "dropout")},
+    "d64-dropout-causal": ("64", T, "dropout-causal"),
     # the backward pass
     **{
         f"{d}-{kind}-backward": (d, T, kind)
@@ -64,6 +68,11 @@ CALLS = {
     **{f"{d}-softcap-backward": (d, T, "softcap") for d in ("64", "256")},
     "128-ragged-backward": ("128", T - 3, "full"),
     "256-vectors-backward": ("256", T, "vectors"),
+    # ... with the gradients of what the scores read
+    "64-bias-backward": ("64", 2048, "bias"),
+    **{f"128-{kind}-backward": ("128", T, kind) for kind in ("alibi", "position", "dropout")},
+    "64-dropout-causal-backward": ("64", T, "dropout-causal"),
+    "32-pairs-backward": ("32", 768, "pairs"),
 }
 
 # As many vectors as a mask may have, in dtypes and over axes that take the most of shared memory.
@@ -82,15 +91,28 @@ def _reads_vectors(b, h, q, k, *, u, v, w, x, y, i, j):
     return (u + v + w >= i) & (x >= j) & (y > 0)
 
 
+def _bend(score, b, h, q, k, strength, weight):
+    """Change a logit as a user might, by a number of the head and one of the key."""
+    return jax.numpy.where(k > q, score * strength, jax.numpy.tanh(score) * weight)
+
+
 def _options(kind, length):
     """Return the arrays that a kind of call takes beside q, k and v, and ``f(*arrays)`` to its keywords."""
-    from flashjax import BlockSparse, Causal, CustomMask, Operand, Segments
+    from flashjax import BlockSparse, Causal, CustomMask, Operand, ScoreFunction, Segments
 
     def mask_of(*vectors):
         named = zip(VECTORS.items(), vectors, strict=True)
         return CustomMask(_reads_vectors, **{name: Operand(x, axis) for (name, (axis, _)), x in named})
 
+    def bent(strength, weight):
+        return ScoreFunction(_bend, strength=Operand(strength, "h"), weight=Operand(weight, "bk"))
+
+    def dropped(key, **options):
+        return {"dropout_rate": 0.1, "dropout_key": key, **options}
+
     blocks = -(-length // 128)
+    heads = PAIRS.get(kind, (B, N))[1]
+    pair, key = (1, heads, length, length), [((2,), "uint32")]
     return {
         "full": ([], dict),
         "causal": ([], lambda: {"is_causal": True}),
@@ -107,6 +129,18 @@ def _options(kind, length):
             lambda *vectors: {"mask": mask_of(*vectors)},
         ),
         "scale": ([((), "float32")], lambda scale: {"scale": scale, "is_causal": True}),
+        "bias": ([(pair, "bfloat16")], lambda bias: {"bias": bias}),
+        "pairs": ([(pair, "bfloat16")], lambda bias: {"bias": bias}),
+        "bias-causal": ([(pair, "float32")], lambda bias: {"bias": bias, "is_causal": True}),
+        "alibi": ([((heads,), "float32")], lambda slopes: {"alibi_slopes": slopes, "is_causal": True}),
+        "position": ([((heads, 2 * length - 1), "float32")], lambda x: {"position_bias": x}),
+        "function": (
+            [((heads,), "float32"), ((B, length), "float32")],
+            lambda *x: {"score_fn": bent(*x), "is_causal": True},
+        ),
+        "sinks": ([((heads,), "float32")], lambda sinks: {"sinks": sinks, "is_causal": True}),
+        "dropout": (key, dropped),
+        "dropout-causal": (key, lambda key: dropped(key, is_causal=True)),
     }[kind]
 
 
@@ -132,8 +166,9 @@ def compile_calls(names):
         attend = functools.partial(flash_attention, implementation="hopper-anywhere", return_residual=True)
         call = jax.jit(lambda q, k, v, *rest, keywords=keywords: attend(q, k, v, **keywords(*rest)))  # noqa: B023
         d, dv = DIMS[dims]
-        heads = (N, N // 4, N // 4) if kind == "grouped" else (N,) * 3
-        shapes = [(B, length, n, x) for n, x in zip(heads, (d, d, dv), strict=True)]
+        batch, n = PAIRS.get(kind, (B, N))
+        heads = (n, n // 4, n // 4) if kind == "grouped" else (n,) * 3
+        shapes = [(batch, length, n, x) for n, x in zip(heads, (d, d, dv), strict=True)]
         args = [abstract(x, "bfloat16") for x in shapes]
         args += [abstract(*x) for x in arrays]
         if name.endswith("-backward"):
@@ -184,6 +219,8 @@ SPILLS = {
     "256-packed-backward": 4,
     "256-softcap-backward": 8,
     "256-vectors-backward": 56,
+    "64-bias-backward": 8,
+    "64-dropout-causal-backward": 20,
 }
 
 
@@ -216,12 +253,20 @@ def test_hopper_kernel_fits_into_shared_memory(name, reports):
 def test_hopper_call_needs_little_temporary_memory(name, reports):
     dims, length, kind = CALLS[name]
     rows = 4 * (length + 192)  # bytes of one padded vector over the positions
-    allowed = B * N * rows + 2**16  # lse before it is cut to T
+    batch, heads = PAIRS.get(kind, (B, N))
+    vector = batch * heads * rows
+    allowed = vector + 2**16  # lse before it is cut to T
     if name.endswith("-backward"):
         d = -(-DIMS[dims][0] // 64) * 64
-        allowed += B * N * rows  # delta beside lse
+        allowed += vector  # delta beside lse
         if kind != "deterministic":
-            allowed += B * N * (length + 64) * 4 * d  # dQ in float32
+            allowed += batch * heads * (length + 64) * 4 * d  # dQ in float32
+        if kind in ("alibi", "function", "sinks"):
+            allowed += 6 * vector  # sums along the queries, and what they are corrected by
+        if kind == "position":
+            allowed += 2 * heads * 2 * rows
+    if kind.startswith("dropout"):
+        allowed += 2 * vector + 2 * rows  # words of the queries and of the keys
     if kind == "packed":
         allowed += 4 * B * rows  # the ids of queries and keys, padded, and their bounds by tile
     if kind == "dense":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flashjax import Causal, CustomMask, Operand, Segments, backends, flash_attention
+from flashjax import Causal, CustomMask, Operand, ScoreFunction, Segments, backends, explain, flash_attention
 from flashjax.backends import hopper
 from tests.anywhere import ANYWHERE, offer
 from tests.cases import HALVES, WIDE_CASES
@@ -21,7 +21,9 @@ needs_kernel = pytest.mark.skipif(old_jax, reason=f"the kernel needs jax 0.11, a
 # One case of each form of the kernel: a second or more goes into each. On a GPU all run.
 SAME_FORM = re.compile(
     r"(t|s)(5|7|63|64|65|127|128|129|191|193|255|257|264|120)|d(24|40)-causal|d(80|96|160|248)-full|"
-    r"steep-.*|scattered-d256|dense-d256|packed-d256|window-d256|float16-d128|gqa-8|mqa"
+    r"steep-.*|scattered-d256|dense-d256|packed-d256|window-d256|float16-d128|gqa-8|mqa|"
+    r"(bias-pair|alibi|sinks|dropout)-d(64|128|256)|bias-(keys|full-causal)-d(64|256)|position-bias-d(64|128)|"
+    r"function-d(128|256)|dropout-causal-d(64|128)|bias-d32|bias-half-d64|buckets-d64"
 )
 WIDE = [case for case in WIDE_CASES if not SAME_FORM.fullmatch(case.name)]
 NARROW = [
@@ -35,10 +37,16 @@ NARROW = [
     "custom",
     "nothing-visible",
     "scale-zero",
+    "bias-queries-heads",
+    "bias-half-in-float32",
+    "bias-one-a-head",
+    "alibi-rows-end",
+    "function-weights",
+    "sinks-blind-rows",
+    "dropout-causal-bias",
+    "bias-function-position-alibi-lengths-segments-group-dropout",
 ]
-FORMS = [
-    case for case in HALVES if case.name.rpartition("-")[0] in NARROW or case.bias is not None or case.learned
-]
+FORMS = [case for case in HALVES if case.name.rpartition("-")[0] in NARROW]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,21 +81,27 @@ def shapes(batch=1, length=128, heads=2, kv_heads=None, dim=64, keys=None, dtype
 # ---- what lowers -----------------------------------------------------------------------------------
 
 
-# Forms of the backward kernel that no other test compiles or interprets.
-GRADED_NAMES = (
-    "few-queries-bfloat16",
-    "offset-rows-float16",
-    "d64-256",
-    "d72-full",
-    "d248-full",
-    "packed-d64",
-    "many-tiles",
-)
-GRADED = [c for c in (*HALVES, *WIDE_CASES) if c.name in GRADED_NAMES]
+# Forms of the backward kernel that no other test compiles or interprets, and how many arrays that scores read
+# have a gradient: one kernel each.
+GRADED = {
+    "few-queries-bfloat16": 0,
+    "offset-rows-float16": 0,
+    "d64-256": 0,
+    "d72-full": 0,
+    "d248-full": 0,
+    "packed-d64": 0,
+    "many-tiles": 0,
+    "sinks-d64": 0,
+    "bias-keys-d256": 1,
+    "mixed-d128": 2,
+    "function-float16": 4,
+}
 
 
 @needs_kernel
-@pytest.mark.parametrize("case", GRADED, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [c for c in (*HALVES, *WIDE_CASES) if c.name in GRADED], ids=lambda c: c.name
+)
 def test_hopper_lowers_gradients(case):
     deterministic = case.head_dim == 72
     arrays, options = case.arguments()
@@ -98,7 +112,32 @@ def test_hopper_lowers_gradients(case):
         run = lambda a: attend(**a, **data, **static, return_residual=True)
         return jax.vjp(run, arrays)[1](cotangents)
 
-    assert kernels(lower(call, arrays, data, case.cotangents())) == 4
+    assert kernels(lower(call, arrays, data, case.cotangents())) == 4 + GRADED[case.name]
+
+
+@needs_kernel
+def test_hopper_has_no_kernel_for_a_gradient_that_nobody_asks_for():
+    def loss(q, k, v, bias, slopes):
+        out = attend(q, k, v, bias, alibi_slopes=slopes, is_causal=True)
+        return out.astype(jnp.float32).sum()
+
+    bias, slopes = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((1, 2, 128, 128), (2,)))
+    for argnums, count in (((0, 1, 2), 4), ((4,), 5)):
+        assert kernels(lower(jax.grad(loss, argnums), *shapes(), bias, slopes)) == count
+
+
+@needs_kernel
+def test_hopper_program_of_a_call_does_not_depend_on_what_it_does_not_use():
+    unused = dict.fromkeys(("bias", "position_bias", "alibi_slopes", "score_fn", "sinks", "softcap"))
+    unused |= {"dropout_rate": 0.0, "dropout_key": jax.random.key(0)}
+    programs = []
+    for options in ({}, unused):
+        loss = lambda *x, options=options: attend(*x, is_causal=True, **options).astype(jnp.float32).sum()
+        jax.clear_caches()
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, (0, 1, 2)))(*shapes())
+        programs.append(re.sub(r" at 0x\w+", "", str(jaxpr)))
+    assert programs[0] == programs[1]
+    assert "flash_attention_backward" in programs[0]
 
 
 @needs_kernel
@@ -291,6 +330,74 @@ def test_refusal_counts_the_vectors_of_a_mask():
     ids = Segments(np.zeros((1, 128), np.int32))
     jax.eval_shape(functools.partial(attend, mask=ids & ids & ids), *shapes())
     refusal("the call reads 8 vectors over queries or keys; the kernel holds 7", mask=ids & ids & ids & ids)
+
+
+@needs_kernel
+def test_refusal_names_operands_of_scores_that_the_kernel_does_not_read():
+    def refuse(match, array, axes):
+        function = ScoreFunction(where_alike, ids=Operand(array, axes))
+        refusal(f"the operand 'ids' of the scores has {match}", score_fn=function)
+
+    only = "per query and key; the kernel reads only booleans and, in scores, floating numbers"
+    refuse(f"one int32 {only}", np.zeros((128, 128), np.int32), "qk")
+    refuse(f"one uint32 {only}", np.zeros((1, 2, 255), np.uint32), "bhr")
+    refuse("dtype int8, and a function in the kernel computes with 32 bits", np.zeros(128, np.int8), "k")
+    with jax.enable_x64(True):
+        refuse("dtype int64; the kernel reads up to 32 bits", np.zeros(128, np.int64), "q")
+
+
+def where_alike(score, b, h, q, k, ids):
+    return jnp.where(ids > 0, score, -score)
+
+
+def sum_up(score, b, h, q, k, **vectors):
+    return score + sum(vectors.values())
+
+
+@needs_kernel
+def test_refusal_counts_the_vectors_of_scores_and_dropout():
+    def options(count):
+        vectors = {f"x{n}": Operand(np.zeros(128, np.float32), "kq"[n % 2]) for n in range(count)}
+        return {"score_fn": ScoreFunction(sum_up, **vectors)}
+
+    jax.eval_shape(functools.partial(attend, **options(7)), *shapes())
+    counted = "the call reads 8 vectors over queries or keys; the kernel holds 7"
+    refusal(counted, **options(8))
+    # Dropout has three of its own, and a bias over keys is one.
+    dropped = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
+    jax.eval_shape(functools.partial(attend, **options(4), **dropped), *shapes())
+    refusal(counted, **options(4), **dropped, bias=jnp.zeros((1, 1, 1, 128)))
+
+
+TABLE = jnp.arange(128.0)
+GATHERS = {
+    "closed-over": lambda score, b, h, q, k: score + TABLE[jnp.abs(q - k)],
+    "operand": lambda score, b, h, q, k, x: score + jnp.take(x, jnp.abs(q - k) % 2),
+}
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", GATHERS)
+def test_refusal_names_a_score_function_that_looks_something_up(name):
+    operands = {"x": Operand(TABLE[:2], "h")} if name == "operand" else {}
+    function = ScoreFunction(GATHERS[name], **operands)
+    refusal("score_fn .*gather.* reads arrays only as declared operands", score_fn=function)
+    assert explain(*map(jnp.zeros_like, shapes()), score_fn=function).startswith("backend: xla")
+
+
+@needs_kernel
+def test_refusal_names_a_score_function_that_closes_over_an_array():
+    rows = jnp.linspace(0, 1, 64)[:, None]
+    refusal("score_fn closes over an array", score_fn=lambda score, b, h, q, k: score + rows)
+
+
+@needs_kernel
+def test_refusal_names_a_dropout_rate():
+    refusal(
+        "drops 0.99 of the weights at most, and dropout_rate is 0.995",
+        dropout_rate=0.995,
+        dropout_key=jax.random.key(0),
+    )
 
 
 SHIPPED = next(x for x in backends.BACKENDS if x.name == "hopper")

@@ -273,6 +273,8 @@ class Chunk(NamedTuple):
             return inputs.scores.apply(s, position, spread)
 
         parts = {n: _slice(x.array, *self.operand_window(x, q0, k0)) for n, x in operands.items()}
+        # Cast here and not within: a gradient is rounded to an operand's dtype once, when it is complete.
+        parts = scores.in_dtype(parts, s.dtype)
         s, back = jax.vjp(change, s, parts)
 
         def pull(ds):
