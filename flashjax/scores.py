@@ -123,7 +123,9 @@ class RelativePositionBias(Indexed):
         """Return what is added by relative position, ``[N, T + S - 1]``."""
         count = max(sizes.query_length + sizes.key_length - 1, 0)
         distance = jnp.arange(count, dtype=jnp.int32) - (sizes.query_length - 1 + self.offset)
-        return Relative(self.table[self.buckets(distance)].T)
+        # Wide before it is spread: its gradient sums over all positions of a bucket.
+        table = self.table.astype(checks.accumulator_of(self.table.dtype))
+        return Relative(table[self.buckets(distance)].T)
 
 
 class Alibi(Aligned, Indexed):
