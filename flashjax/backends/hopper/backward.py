@@ -11,7 +11,8 @@ out:
 dQ is added to in whatever order the blocks arrive at it, straight from registers (`intrinsics.add_tile`),
 and another kernel, `backward_finish`, brings it into the shape and dtype of q. Where the backward pass must
 repeat bit for bit, or the scale has a gradient, this kernel leaves dQ out, and another one computes it by
-query tile (`backward_queries`): seven products a tile instead of five.
+query tile (`backward_queries`): seven products a tile instead of five. Gradients of what the scores read are
+kernels of their own too (`backward_scores`).
 
 Barriers (full: loader to compute, empty: compute to loader):
 
