@@ -51,8 +51,7 @@ CALLS = {
     **{f"d{d}-{kind}-short": (d, 512, kind) for d in ("64", "128") for kind in ("full", "causal", "packed")},
     "d128-full-2048": ("128", 2048, "full"),
     "d64-bias": ("64", 2048, "bias"),
-    **{f"d128-{kind}": ("128", T, kind) for kind in ("alibi", "function", "dropout")},
-    "d64-dropout-causal": ("64", T, "dropout-causal"),
+    **{f"d128-{kind}": ("128", T, kind) for kind in ("function", "dropout")},
     # the backward pass
     **{
         f"{d}-{kind}-backward": (d, T, kind)
@@ -70,7 +69,7 @@ CALLS = {
     "256-vectors-backward": ("256", T, "vectors"),
     # ... with the gradients of what the scores read
     "64-bias-backward": ("64", 2048, "bias"),
-    **{f"128-{kind}-backward": ("128", T, kind) for kind in ("alibi", "position", "dropout")},
+    **{f"128-{kind}-backward": ("128", T, kind) for kind in ("alibi", "dropout")},
     "64-dropout-causal-backward": ("64", T, "dropout-causal"),
     "32-pairs-backward": ("32", 768, "pairs"),
 }
