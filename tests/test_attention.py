@@ -10,7 +10,7 @@ from tests.cases import CASES, FEATURES, MIXED, MIXTURES
 
 
 # A GPU runs all mixtures.
-@pytest.mark.parametrize("case", [*CASES, *MIXED[:3]], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [*CASES, *MIXED[:2]], ids=lambda c: c.name)
 def test_flash_attention_stays_within_error_budget(case):
     def draw(seed):
         arrays, options = case.arguments(seed)

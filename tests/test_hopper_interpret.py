@@ -171,7 +171,7 @@ RUNS = [
     *((name, "backward-queue") for name in BACKWARD_QUEUE),
     *((name, "backward-poisoned") for name in BACKWARD_POISONED),
     *((name, "deterministic") for name in DETERMINISTIC),
-    *((c.name, "plain") for c in INTERPRETED),
+    *((c.name, "plain") for c in INTERPRETED if c.name not in (*STATIC, *QUEUE, *POISONED)),
     *((name, "static") for name in STATIC),
     *((name, "queue") for name in QUEUE),
     *((name, "poisoned") for name in POISONED),
