@@ -316,7 +316,20 @@ def _start(runs):
     )
 
 
-@pytest.mark.parametrize("run", RUNS, ids="-".join)
+SLOW = [
+    ("pair", "whole"),
+    ("by-position", "whole"),
+    ("lengths-d256", "deterministic"),
+    *(
+        (name, "backward")
+        for name in ("custom-bfloat16", "blocks-10-12", "causal-ends-early", "mixed-dtypes")
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else (), id="-".join(x)) for x in RUNS]
+)
 def test_hopper_is_right_in_the_interpreter(run, outcomes):
     assert not outcomes[run], outcomes[run]
 

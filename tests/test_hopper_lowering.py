@@ -140,8 +140,14 @@ def test_hopper_program_of_a_call_does_not_depend_on_what_it_does_not_use():
     assert "flash_attention_backward" in programs[0]
 
 
+LOWERED = [
+    pytest.param(case, marks=pytest.mark.slow if n % 2 else (), id=case.name)
+    for n, case in enumerate([*FORMS, *WIDE])
+]
+
+
 @needs_kernel
-@pytest.mark.parametrize("case", [*FORMS, *WIDE], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", LOWERED)
 def test_hopper_lowers_what_it_does_not_refuse(case):
     arrays, options = case.arguments()
     static = {n: x for n, x in options.items() if isinstance(x, bool | int | float | tuple)}

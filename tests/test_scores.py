@@ -31,7 +31,7 @@ def normal(seed, *shape):
 Q, KEY, V = normal(0, B, T, N, D), normal(1, B, S, K, D), normal(2, B, S, K, D)
 SLOPES = jnp.array([0.5, 0.25, 0.125, -0.3])
 SINKS = jnp.array([0.5, -3.0, 2.0, 0.0])
-DISTANCE = np.arange(S) - np.arange(T)[:, None]  # of key j from query i
+DISTANCE = np.arange(S, dtype=np.int32) - np.arange(T, dtype=np.int32)[:, None]  # of key j from query i
 PLACE = DISTANCE + T - 1  # where the two meet in an array by relative position
 
 
@@ -344,6 +344,7 @@ def test_gradient_of_some_arrays_is_that_of_all(names):
     close(part, {n: full[3][n] for n in names}, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_heads_of_a_group_and_rows_have_entries_of_their_own():
     def touched(name, x, at):
         """Say which numbers of lse an entry changes."""
@@ -434,6 +435,7 @@ def two_of(x):
 MAPPED = [("slopes", "strength"), ("table", "near", "sinks")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", MAPPED, ids="+".join)
 def test_vmap_equals_a_loop(mapped):
     arrays = {n: two_of(x) if n in mapped else x for n, x in ARRAYS.items()}
@@ -448,6 +450,7 @@ def by_place(score, b, h, q, k, place):
     return score * place + jnp.where(b % 2 == 1, 0.1 * (k - q).astype(score.dtype), 0.0)
 
 
+@pytest.mark.slow
 def test_vmap_keeps_rows_apart_from_what_is_mapped():
     slopes, offset, place = normal(12, 3, B, N), jnp.array([[0, 5], [-9, 2], [13, 0]]), normal(13, 3, B, S)
 
@@ -463,6 +466,7 @@ def test_vmap_keeps_rows_apart_from_what_is_mapped():
     close(got, jax.tree.map(lambda *x: jnp.stack(x), *loop))
 
 
+@pytest.mark.slow
 def test_scores_are_jit_arguments_and_map_over_their_leaves():
     parts = (
         RelativePositionBias(two_of(TABLE)[0], max_distance=30),
@@ -482,11 +486,25 @@ def test_scores_are_jit_arguments_and_map_over_their_leaves():
     close(scanned, mapped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [(), ("flash_attention_out", "flash_attention_lse")], ids=["full", "names"])
 def test_checkpoint_changes_no_gradient(names):
     policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
     again = jax.checkpoint(all_at_once, policy=policy)
     close(results(again, Q, KEY, V, ARRAYS), results(all_at_once, Q, KEY, V, ARRAYS), rtol=1e-6, atol=1e-6)
+
+
+def test_checkpoint_does_not_mix_up_what_is_differentiated():
+    # JAX keeps what it traced for other sets of arrays.
+    def gradients(function, *arrays):
+        out, pull = jax.vjp(function, *arrays)
+        return pull(jnp.cos(out))
+
+    call = lambda q, bias: flash_attention(q, KEY, V, bias, implementation="reference")
+    wanted = jax.jit(functools.partial(gradients, call))(Q, ARRAYS["bias"])
+    jax.jit(functools.partial(gradients, lambda q: call(q, ARRAYS["bias"])))(Q)
+    got = gradients(jax.checkpoint(call), Q, ARRAYS["bias"])
+    close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 # ---- values ----------------------------------------------------------------------------------------

@@ -495,7 +495,11 @@ def _store(plan: Plan, result: Any, shared: Shared, warpgroup: Any, owner: Any, 
         row = i * plan.view.block_rows + warpgroup * ROWS
         intrinsics.store_numbers(result.at[b, h], total[0], row, j * plan.config.block_k)
     elif plan.form == "diagonal":
-        shared.sums.at[warpgroup][...] = total[0]
+        own = shared.sums.at[warpgroup]
+        if hasattr(plgpu, "store"):  # jax 0.12 asks for a swizzled buffer otherwise
+            plgpu.store(own, total[0], optimized=False)
+        else:
+            own[...] = total[0]
         intrinsics.gather_warps()
         result.at[b, h, place, warpgroup][...] = intrinsics.sum_diagonals(shared.sums.at[warpgroup])
     else:
