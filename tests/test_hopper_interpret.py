@@ -320,6 +320,13 @@ SLOW = [
     ("pair", "whole"),
     ("by-position", "whole"),
     ("lengths-d256", "deterministic"),
+    ("sees-little", "static"),
+    ("custom-bfloat16", "queue"),
+    ("documents", "backward-queue"),
+    *(
+        (name, "plain")
+        for name in ("t1", "s1", "s129", "d24-causal", "unsigned-ids", "mixed-dtypes", "steep-d64")
+    ),
     *(
         (name, "backward")
         for name in ("custom-bfloat16", "blocks-10-12", "causal-ends-early", "mixed-dtypes")

@@ -141,7 +141,7 @@ def test_hopper_program_of_a_call_does_not_depend_on_what_it_does_not_use():
 
 
 LOWERED = [
-    pytest.param(case, marks=pytest.mark.slow if n % 2 else (), id=case.name)
+    pytest.param(case, marks=pytest.mark.slow if n % 4 else (), id=case.name)
     for n, case in enumerate([*FORMS, *WIDE])
 ]
 
