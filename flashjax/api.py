@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from flashjax import backends, masks, scores
 from flashjax import problem as problems
 from flashjax.operands import Sizes
-from flashjax.problem import Inputs, Problem, Wanted
+from flashjax.problem import Inputs, Problem, Results, Wanted
 
 RESIDUAL_NAMES = ("flash_attention_out", "flash_attention_lse")
 
@@ -44,6 +44,7 @@ def flash_attention(
     deterministic: bool = False,
     implementation: str | None = None,
     return_residual: bool = False,
+    return_max_logit: bool = False,
 ) -> Any:
     r"""Compute exact attention in memory linear in the sequence lengths.
 
@@ -90,12 +91,17 @@ def flash_attention(
         it, and takes 1.1 to 1.3 times as long if asked.
       implementation: name of a backend; None takes the first that can. See `explain`.
       return_residual: also return the log-sum-exp.
+      return_max_logit: also return the largest logit of each head, as QK-clip needs it.
 
     Returns:
       ``out``, ``[B, T, N, Dv]`` or ``[T, N, Dv]``, dtype of query. With ``return_residual``,
       ``(out, lse)``: ``lse`` is the natural log-sum-exp of each row's visible logits and of the sink,
       ``[B, T, N]`` or ``[T, N]``, float32 (float64 for float64 inputs), before dropout. A row that sees no
       key has ``out = 0``, ``lse = -inf`` (or the sink) and zero gradient.
+      With ``return_max_logit`` a last ``max_logit`` joins them, ``[N]``, dtype of lse: the largest logit over
+      batch rows, queries and the keys that they see, after softcap, bias and ``score_fn``; -inf where none
+      is seen. A sink does not count. No gradient flows through it. Under ``shard_map`` it is the maximum of a
+      shard.
 
     Raises:
       ValueError, TypeError: an argument is wrong; the message names it, what it is and what it must be.
@@ -142,6 +148,7 @@ def flash_attention(
         deterministic=deterministic,
         implementation=implementation,
         return_residual=return_residual,
+        return_max_logit=return_max_logit,
     )
 
 
@@ -185,12 +192,14 @@ def attend(
     *,
     implementation: str | None = None,
     return_residual: bool = False,
+    return_max_logit: bool = False,
     broadcast_dropout: bool = False,
     **options: Any,
 ) -> Any:
     """Run `flash_attention`, with ``broadcast_dropout`` (one keep mask for all rows and heads) on top."""
     problems.check_flag("return_residual", return_residual)
-    problem, inputs = _prepare(query, key, value, bias, mask, broadcast_dropout=broadcast_dropout, **options)
+    options.update(broadcast_dropout=broadcast_dropout, return_max_logit=return_max_logit)
+    problem, inputs = _prepare(query, key, value, bias, mask, **options)
     backend = backends.select(problem, implementation)
     if problem.empty:
         shape = (problem.batch, problem.query_length, problem.heads, problem.value_dim)
@@ -198,12 +207,15 @@ def attend(
         lse = jnp.full(shape[:3], -jnp.inf, problem.accumulator)
         if problem.sinks:
             lse = jnp.broadcast_to(inputs.sinks[:, None, :, 0, 0], shape[:3])
+        max_logit = jnp.full(problem.heads, -jnp.inf, problem.accumulator)
     else:
-        out, lse = _attention_jit(backend, problem, _vary_alike(inputs))
+        out, lse, top = _attention_jit(backend, problem, _vary_alike(inputs))
         lse = lse.swapaxes(1, 2)
+        max_logit = None if top is None else lax.stop_gradient(top).max(axis=(0, 2))
     if jnp.ndim(query) == 3:
         out, lse = out[0], lse[0]
-    return (out, lse) if return_residual else out
+    more = [lse] * return_residual + [max_logit] * return_max_logit
+    return (out, *more) if more else out
 
 
 def _prepare(
@@ -263,8 +275,7 @@ def _vary_like(results: Any, inputs: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(backend: backends.Backend, problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """Return ``(out [B, T, N, Dv], lse [B, N, T])``."""
+def _attention(backend: backends.Backend, problem: Problem, inputs: Inputs) -> Results:
     return _vary_like(backends.run_forward(backend, problem, inputs), inputs)
 
 
@@ -296,15 +307,16 @@ def _attention_fwd(backend: backends.Backend, problem: Problem, primals: Inputs)
         sinks=perturbed(primals.sinks),
     )
     run = _first_order_only(functools.partial(backends.run_forward, backend, problem))
-    out, lse = _vary_like(run(inputs), inputs)
+    out, lse, top = _vary_like(run(inputs), inputs)
     out = checkpoint_name(out, RESIDUAL_NAMES[0])
     lse = checkpoint_name(lse, RESIDUAL_NAMES[1])
-    return (out, lse), (inputs, out, lse, wanted)
+    return Results(out, lse, top), (inputs, out, lse, jnp.zeros(wanted.as_shape(inputs)))
 
 
 def _attention_bwd(backend: backends.Backend, problem: Problem, saved: Any, cotangents: Any) -> Any:
-    inputs, out, lse, wanted = saved
-    dout, dlse = cotangents
+    inputs, out, lse, flags = saved
+    wanted = Wanted.from_shape(flags.shape, inputs)
+    dout, dlse, _ = cotangents
     zero = jax.custom_derivatives.SymbolicZero
     if type(dout) is zero:
         dout = jnp.zeros_like(out)

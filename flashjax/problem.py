@@ -64,7 +64,15 @@ class Gradients(NamedTuple):
     sinks: Any = None
 
 
-@jax.tree_util.register_static
+class Results(NamedTuple):
+    """What a forward pass returns: ``out [B, T, N, Dv]``, ``lse [B, N, T]``, and ``top [B, N, T]``, the
+    largest visible logit of each row without its sink, None unless `Problem.max_logit`."""
+
+    out: Any
+    lse: Any
+    top: Any = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Wanted:
     """Which of the optional gradients a backward pass must compute.
@@ -77,6 +85,26 @@ class Wanted:
     scores: tuple[str, ...] = ()
     scale: bool = False
     sinks: bool = False
+
+    def as_shape(self, inputs: Inputs) -> tuple[int, ...]:
+        """Say this by the shape of an array without elements.
+
+        A residual of `jax.custom_vjp` can carry it. A static value cannot: where JAX finds a traced forward
+        pass in its cache, it takes the static part of whichever was traced last, for other gradients perhaps.
+        """
+        flags = self.scale, self.sinks, *(name in self.scores for name in _operand_names(inputs))
+        return 0, *map(int, flags)
+
+    @classmethod
+    def from_shape(cls, shape: tuple[int, ...], inputs: Inputs) -> "Wanted":
+        """Undo `as_shape`."""
+        _, scale, sinks, *flags = shape
+        names = _operand_names(inputs)
+        return cls(tuple(n for n, flag in zip(names, flags, strict=True) if flag), bool(scale), bool(sinks))
+
+
+def _operand_names(inputs: Inputs) -> list[str]:
+    return [] if inputs.scores is None else list(inputs.scores.operands())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +123,7 @@ class Problem:
       broadcast_dropout: whether all rows and heads share one keep mask.
       precision: what `jax.lax.dot_general` takes under that name.
       deterministic: whether the backward pass must repeat bit for bit.
+      max_logit: whether the forward pass must return the largest logit of each row.
       batch_period: row ``r`` counts as batch index ``r % batch_period``. It differs from ``batch``
         under `jax.vmap` alone, where the mapped axis is folded into the batch.
     """
@@ -116,6 +145,7 @@ class Problem:
     broadcast_dropout: bool = False
     precision: Any = None
     deterministic: bool = False
+    max_logit: bool = False
     batch_period: int = 1
 
     @property
@@ -719,6 +749,7 @@ def make(
     broadcast_dropout: bool,
     precision: Any,
     deterministic: Any,
+    return_max_logit: Any,
 ) -> tuple[Problem, Inputs]:
     """Check a call and split it into what is static and what is not.
 
@@ -726,7 +757,8 @@ def make(
       query, key, value: arrays that `check_qkv` has passed.
       scores: resolved `Scores` or None (see `scores.from_arguments`).
       mask: a resolved `Mask` or None (see `masks.from_arguments`).
-      scale, softcap, sinks, dropout_rate, dropout_key, precision, deterministic: as the user gave them.
+      scale, softcap, sinks, dropout_rate, dropout_key, precision, deterministic, return_max_logit: as the
+        user gave them.
       broadcast_dropout: whether all rows and heads share one keep mask.
 
     Returns:
@@ -768,6 +800,7 @@ def make(
         broadcast_dropout=broadcast_dropout,
         precision=check_precision(precision),
         deterministic=check_flag("deterministic", deterministic),
+        max_logit=check_flag("return_max_logit", return_max_logit),
         batch_period=batch,
     )
     return problem, Inputs(query, key, value, scores, mask, scale, sinks, words)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from flashjax import dropout, scores, softmax
 from flashjax.operands import indices, whole
-from flashjax.problem import Gradients, Inputs, Problem, Wanted
+from flashjax.problem import Gradients, Inputs, Problem, Results, Wanted
 
 
 def _einsum(spec: str, *arrays: jax.Array) -> jax.Array:
@@ -92,21 +92,21 @@ def _logits(problem: Problem, inputs: Inputs, q: jax.Array, k: jax.Array, visibl
     return jnp.where(visible, s, -jnp.inf), pull, scale
 
 
-def forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """Compute ``(out [B, T, N, Dv], lse [B, N, T])``."""
+def forward(problem: Problem, inputs: Inputs) -> Results:
+    """Compute the results of a call."""
     q, k, v = _repeat(problem, inputs)
     visible = _visible(problem, inputs)
     s, _, _ = _logits(problem, inputs, q, k, visible)
     top = jnp.max(s, axis=-1)
     sink = _rows(problem, inputs.sinks)[..., 0] if problem.sinks else -jnp.inf
-    top = softmax.pivot_of(jnp.maximum(top, sink))
-    total = jnp.sum(jnp.exp(s - top[..., None]), axis=-1) + jnp.exp(sink - top)
-    lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
+    pivot = softmax.pivot_of(jnp.maximum(top, sink))
+    total = jnp.sum(jnp.exp(s - pivot[..., None]), axis=-1) + jnp.exp(sink - pivot)
+    lse = jnp.where(total > 0, pivot + jnp.log(jnp.where(total > 0, total, 1)), -jnp.inf)
     # Not from lse: where logits are as large as a float can be, what the sum adds to them is lost in it.
-    p = jnp.exp(s - top[..., None]) / jnp.where(total > 0, total, 1)[..., None] * _kept(problem, inputs)
+    p = jnp.exp(s - pivot[..., None]) / jnp.where(total > 0, total, 1)[..., None] * _kept(problem, inputs)
     dead = ~jnp.any(visible, axis=2)[..., None]
     out = _einsum("bhqk,bhkd->bhqd", p, jnp.where(dead, 0, v))
-    return out.swapaxes(1, 2).astype(problem.dtype), lse
+    return Results(out.swapaxes(1, 2).astype(problem.dtype), lse, top if problem.max_logit else None)
 
 
 def backward(

@@ -58,6 +58,25 @@ def begin(rows: tuple[int, ...], sink: jax.Array | None, like: jax.Array) -> tup
     return (full(-jnp.inf), full(0)) if sink is None else (jnp.broadcast_to(sink, rows), full(1))
 
 
+def sink_last(
+    m: jax.Array, l: jax.Array, sink: jax.Array, *, exp: Callable = jnp.exp
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Let a sink join after the last block, where ``m`` had to be the largest logit of a key until then.
+
+    Args:
+      m, l: the state, begun without the sink.
+      sink: as in `begin`, in the unit of ``m``.
+      exp: as in `step`.
+
+    Returns:
+      ``(alpha, m, l)`` as of `step`.
+    """
+    m_new = jnp.maximum(m, sink)
+    pivot = pivot_of(m_new)
+    alpha = exp(m - pivot)
+    return alpha, m_new, alpha * l + exp(sink - pivot)
+
+
 def step(
     m: jax.Array,
     l: jax.Array,

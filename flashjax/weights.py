@@ -108,6 +108,7 @@ def attention_weights(
         broadcast_dropout=False,
         precision=precision,
         deterministic=False,
+        return_max_logit=False,
     )
     single = jnp.ndim(query) == 3
     lse = _check_lse(lse, problem, single)

@@ -51,7 +51,7 @@ CALLS = {
     **{f"d64-{kind}-short": ("64", 512, kind) for kind in ("causal", "packed")},
     "d128-full-short": ("128", 512, "full"),
     "d64-bias": ("64", 2048, "bias"),
-    **{f"d128-{kind}": ("128", T, kind) for kind in ("function", "dropout")},
+    **{f"d128-{kind}": ("128", T, kind) for kind in ("function", "dropout", "max")},
     # the backward pass
     **{
         f"{d}-{kind}-backward": (d, T, kind)
@@ -69,10 +69,23 @@ CALLS = {
     "256-vectors-backward": ("256", T, "vectors"),
     # ... with the gradients of what the scores read
     "64-bias-backward": ("64", 2048, "bias"),
-    **{f"128-{kind}-backward": ("128", T, kind) for kind in ("alibi", "dropout")},
+    **{f"128-{kind}-backward": ("128", T, kind) for kind in ("alibi", "dropout", "function")},
+    "64-alibi-backward": ("64", T, "alibi"),
     "64-dropout-causal-backward": ("64", T, "dropout-causal"),
     "32-pairs-backward": ("32", 768, "pairs"),
+    # further forms of these
+    **{f"d{d}-bias": (d, 2048, "bias") for d in ("128", "256")},
+    **{f"d{d}-alibi": (d, T, "alibi") for d in ("64", "128", "256")},
+    **{f"d{d}-max": (d, T, "max") for d in ("64", "256")},
+    **{f"d{d}-vectors-max": (d, T, "vectors-max") for d in ("64", "128", "256")},
+    **{f"d128-{kind}": ("128", T, kind) for kind in ("bias-causal", "position", "sinks", "dropout-causal")},
+    **{f"d64-{kind}": ("64", T, kind) for kind in ("function", "dropout", "dropout-causal")},
+    **{f"{d}-bias-backward": (d, 2048, "bias") for d in ("128", "256")},
+    **{f"128-{kind}-backward": ("128", T, kind) for kind in ("bias-causal", "position", "sinks")},
+    **{f"64-{kind}-backward": ("64", T, kind) for kind in ("function", "dropout")},
+    **{f"256-{kind}-backward": ("256", T, kind) for kind in ("dropout", "dropout-causal")},
 }
+FURTHER = list(CALLS)[list(CALLS).index("d128-bias") :]
 
 # As many vectors as a mask may have, in dtypes and over axes that take the most of shared memory.
 VECTORS = {
@@ -109,6 +122,8 @@ def _options(kind, length):
     def dropped(key, **options):
         return {"dropout_rate": 0.1, "dropout_key": key, **options}
 
+    vectors = [((length,), dtype) for _, dtype in VECTORS.values()]
+    most = {"return_max_logit": True}
     blocks = -(-length // 128)
     heads = PAIRS.get(kind, (B, N))[1]
     pair, key = (1, heads, length, length), [((2,), "uint32")]
@@ -123,10 +138,8 @@ def _options(kind, length):
         "dense": ([((B, 1, length, length), "bool")], lambda seen: {"mask": seen}),
         "blocks": ([((1, 1, blocks, blocks), "bool")], lambda seen: {"mask": BlockSparse(seen, 128)}),
         "softcap": ([], lambda: {"softcap": 30.0, "is_causal": True}),
-        "vectors": (
-            [((length,), dtype) for _, dtype in VECTORS.values()],
-            lambda *vectors: {"mask": mask_of(*vectors)},
-        ),
+        "vectors": (vectors, lambda *vectors: {"mask": mask_of(*vectors)}),
+        "vectors-max": (vectors, lambda *vectors: {"mask": mask_of(*vectors), **most}),
         "scale": ([((), "float32")], lambda scale: {"scale": scale, "is_causal": True}),
         "bias": ([(pair, "bfloat16")], lambda bias: {"bias": bias}),
         "pairs": ([(pair, "bfloat16")], lambda bias: {"bias": bias}),
@@ -138,14 +151,18 @@ def _options(kind, length):
             lambda *x: {"score_fn": bent(*x), "is_causal": True},
         ),
         "sinks": ([((heads,), "float32")], lambda sinks: {"sinks": sinks, "is_causal": True}),
+        "max": ([((heads,), "float32")], lambda sinks: {"sinks": sinks, "is_causal": True, **most}),
         "dropout": (key, dropped),
         "dropout-causal": (key, lambda key: dropped(key, is_causal=True)),
     }[kind]
 
 
-# Every third forward call, beside all of the backward pass, where ptxas is hardest to please.
+# Every third forward call, beside most of the backward pass, where ptxas is hardest to please.
 NAMES = [
-    pytest.param(name, marks=() if name.endswith("-backward") or n % 3 == 0 else pytest.mark.slow)
+    pytest.param(
+        name,
+        marks=pytest.mark.slow if name in FURTHER or (n % 3 and not name.endswith("-backward")) else (),
+    )
     for n, name in enumerate(CALLS)
 ]
 
@@ -217,7 +234,9 @@ def reports(request):
 
 
 # Bytes that are spilled all the same. A loader that has to look at rows or to move pieces has too few
-# registers where the others need all but 24 a thread; it is not in the way of the products.
+# registers where the others need all but 24 a thread; it is not in the way of the products. In calls with
+# scores or dropout it is threads that compute that spill; 460 where the three sums for the gradient of a
+# function's number by head are made, in a kernel of its own.
 SPILLS = {
     "128-lengths-backward": 8,
     "128-dense-backward": 12,
@@ -226,7 +245,15 @@ SPILLS = {
     "256-softcap-backward": 8,
     "256-vectors-backward": 56,
     "64-bias-backward": 8,
+    "64-alibi-backward": 52,
+    "64-dropout-backward": 16,
     "64-dropout-causal-backward": 20,
+    "256-dropout-causal-backward": 8,
+    "d256-alibi": 4,
+    "d64-vectors-max": 8,
+    "d128-bias-causal": 28,
+    "64-function-backward": 460,
+    "128-function-backward": 460,
 }
 
 
@@ -273,6 +300,10 @@ def test_hopper_call_needs_little_temporary_memory(name, reports):
             allowed += 2 * heads * 2 * rows
     if kind.startswith("dropout"):
         allowed += 2 * vector + 2 * rows  # words of the queries and of the keys
+    if kind.endswith("max"):
+        allowed += vector  # the largest logit of each row
+    if kind.startswith("vectors"):
+        allowed += len(VECTORS) * 2 * rows  # padded, and their bounds by tile
     if kind == "packed":
         allowed += 4 * B * rows  # the ids of queries and keys, padded, and their bounds by tile
     if kind == "dense":

@@ -67,6 +67,31 @@ def _normal(*shape, seed=0):
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "d64-odd",
+        "steep-causal-d64",
+        "scale-negative-d64",
+        "softcap-d128",
+        "sinks-d64",
+        "alibi-d64",
+        "packed-d128",
+    ],
+)
+def test_hopper_returns_the_largest_logit(name):
+    case = next(c for c in WIDE_CASES if c.name == name)
+    arrays, options = case.arguments()
+    call = jax.jit(lambda **a: _hopper(options)(**a, return_max_logit=True))
+    out, lse, largest = call(**arrays)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), arrays)
+        wanted = flash_attention(**wide, **options, implementation="reference", return_max_logit=True)[1]
+    np.testing.assert_allclose(largest, wanted, rtol=2e-6)
+    for x, y in zip((out, lse), _hopper(options)(**arrays), strict=True):
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (x, y)), rtol=1e-2, atol=1e-5)
+
+
 POISONED = {
     "lengths": lambda dead: {"key_value_seq_lengths": jnp.argmax(dead, -1).astype(jnp.int32)},
     "keys": lambda dead: {"mask": ~dead[:, None, None, :]},

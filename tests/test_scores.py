@@ -494,16 +494,18 @@ def test_checkpoint_changes_no_gradient(names):
     close(results(again, Q, KEY, V, ARRAYS), results(all_at_once, Q, KEY, V, ARRAYS), rtol=1e-6, atol=1e-6)
 
 
-def test_checkpoint_does_not_mix_up_what_is_differentiated():
+@pytest.mark.parametrize("name", ["bias", "sinks", "scale"])
+def test_checkpoint_does_not_mix_up_what_is_differentiated(name):
     # JAX keeps what it traced for other sets of arrays.
     def gradients(function, *arrays):
         out, pull = jax.vjp(function, *arrays)
         return pull(jnp.cos(out))
 
-    call = lambda q, bias: flash_attention(q, KEY, V, bias, implementation="reference")
-    wanted = jax.jit(functools.partial(gradients, call))(Q, ARRAYS["bias"])
-    jax.jit(functools.partial(gradients, lambda q: call(q, ARRAYS["bias"])))(Q)
-    got = gradients(jax.checkpoint(call), Q, ARRAYS["bias"])
+    own = {"bias": ARRAYS["bias"], "sinks": jnp.ones(N), "scale": jnp.float32(0.3)}[name]
+    call = lambda q, own: flash_attention(q, KEY, V, **{name: own}, implementation="reference")
+    wanted = jax.jit(functools.partial(gradients, call))(Q, own)
+    jax.jit(functools.partial(gradients, lambda q: call(q, own)))(Q)
+    got = gradients(jax.checkpoint(call), Q, own)
     close(got, wanted, rtol=1e-5, atol=1e-5)
 
 

@@ -1,6 +1,6 @@
 """The backends: what each can do, which one a call takes, and how `jax.vmap` reaches them.
 
-A backend is two functions on arrays. ``forward(problem, inputs)`` returns ``(out, lse)`` and
+A backend is two functions on arrays. ``forward(problem, inputs)`` returns `Results` and
 ``backward(problem, inputs, out, lse, dout, dlse, wanted)`` returns the gradients. Any forward pairs with
 any backward: all that passes between them is ``out`` and ``lse``.
 
@@ -18,7 +18,7 @@ from jax.custom_batching import custom_vmap
 
 from flashjax import reference
 from flashjax.backends import hopper, xla
-from flashjax.problem import Gradients, Inputs, Problem, UnsupportedError, Wanted, abstract
+from flashjax.problem import Gradients, Inputs, Problem, Results, UnsupportedError, Wanted, abstract
 
 
 class Backend(NamedTuple):
@@ -27,7 +27,7 @@ class Backend(NamedTuple):
     Attributes:
       name: what `flash_attention` takes as ``implementation``.
       unsupported: ``unsupported(problem)`` returns why it does not do a call, or None if it does.
-      forward: ``forward(problem, inputs) -> (out [B, T, N, Dv], lse [B, N, T])``.
+      forward: ``forward(problem, inputs) -> Results``.
       backward: ``backward(problem, inputs, out, lse, dout, dlse, wanted) -> Gradients``; ``dlse`` is None
         where the cotangent of lse is known to be zero.
       automatic: whether a call may take it without naming it.
@@ -35,7 +35,7 @@ class Backend(NamedTuple):
 
     name: str
     unsupported: Callable[[Problem], str | None]
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    forward: Callable[..., Results]
     backward: Callable[..., Gradients]
     automatic: bool = True
 
@@ -89,7 +89,7 @@ def describe(problem: Problem, implementation: str | None) -> str:
 # ---- vmap ------------------------------------------------------------------------------------------
 
 
-def run_forward(backend: Backend, problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
+def run_forward(backend: Backend, problem: Problem, inputs: Inputs) -> Results:
     """Run a backend's forward pass; `jax.vmap` folds the mapped axis into the batch."""
     leaves, tree = jax.tree.flatten(inputs)
 
@@ -101,7 +101,7 @@ def run_forward(backend: Backend, problem: Problem, inputs: Inputs) -> tuple[jax
     def _(size, mapped, *leaves):
         folded = _fold_inputs(problem, size, tree, leaves, mapped, Wanted())
         results = run_forward(backend, _fold_problem(problem, size, folded), folded)
-        return tuple(_unfold(x, size) for x in results), (True, True)
+        return jax.tree.map(lambda x: _unfold(x, size), results), jax.tree.map(lambda _: True, results)
 
     return run(*leaves)
 

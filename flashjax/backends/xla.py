@@ -29,7 +29,7 @@ from jax import lax
 
 from flashjax import dropout, scores, softmax, tiles
 from flashjax.operands import Operand, diagonals
-from flashjax.problem import Gradients, Inputs, Problem, Wanted
+from flashjax.problem import Gradients, Inputs, Problem, Results, Wanted
 
 
 class Config(NamedTuple):
@@ -350,8 +350,8 @@ def _without_dead(seen: jax.Array, x: jax.Array, keys: bool) -> jax.Array:
     return jnp.where(alive[..., None], x, 0)
 
 
-def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[jax.Array, jax.Array]:
-    """Compute ``(out [B, T, N, Dv], lse [B, N, T])``; see the module's docstring."""
+def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> Results:
+    """Compute the results of a call; see the module's docstring."""
     plan = make_plan(problem, inputs, config)
     blocks, group = plan.blocks, problem.group
     zeros = lambda shape, dtype, value=0: lax.full_like(inputs.query, value, dtype, shape)
@@ -384,8 +384,10 @@ def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> t
                 pv = _product(problem, "bhqk,bhkd->bhqd", _rows(p).astype(v.dtype), v)
                 return m, l, acc * _rows(alpha)[..., None] + pv
 
+            sink = chunk.sinks()
+            first = None if problem.max_logit else sink
             state = (
-                *softmax.begin(tile_rows, chunk.sinks(), zeros((), problem.accumulator)),
+                *softmax.begin(tile_rows, first, zeros((), problem.accumulator)),
                 zeros((*q.shape[:3], problem.value_dim), problem.accumulator),
             )
             if plan.always_full:
@@ -397,28 +399,35 @@ def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> t
                 )
                 step = _either(full, order, key_tile)
                 m, l, acc = _loop(count, step, state)
+            top, alpha = m, None
+            if problem.max_logit and sink is not None:
+                alpha, m, l = softmax.sink_last(m, l, sink)
             inverse, lse = softmax.finish(m, l)
+            if alpha is not None:
+                inverse = inverse * alpha
             inverse = inverse / (1 - problem.dropout_rate)
             out = acc.reshape(*tile_rows, -1) * inverse[..., None]
-            return (
-                lax.dynamic_update_slice_in_dim(carry[0], out.astype(problem.dtype), q0, 3),
-                lax.dynamic_update_slice_in_dim(carry[1], lse, q0, 3),
+            results = Results(out.astype(problem.dtype), lse, top if problem.max_logit else None)
+            return jax.tree.map(
+                lambda x, tile: lax.dynamic_update_slice_in_dim(x, tile, q0, 3), carry, results
             )
 
         heads = (plan.rows, plan.heads, group, problem.query_length)
-        out, lse = _loop(
-            blocks.count_q,
-            query_tile,
-            (zeros((*heads, problem.value_dim), problem.dtype), zeros(heads, problem.accumulator)),
+        out, *by_row = _loop(blocks.count_q, query_tile, empty((*heads, problem.value_dim), heads))
+        rows = (plan.rows, plan.heads * group, problem.query_length)
+        put = lambda whole, x: _update(whole, x.reshape(rows), (chunk.row, chunk.head * group, 0))
+        return Results(
+            _put(chunk, carry.out, out.reshape(*rows, -1), group), *jax.tree.map(put, list(carry[1:]), by_row)
         )
-        outs, lses = carry
-        lse = lse.reshape(plan.rows, -1, problem.query_length)
-        lses = _update(lses, lse, (chunk.row, chunk.head * group, 0))
-        return _put(chunk, outs, out.reshape(*lse.shape, -1), group), lses
 
-    shape = (problem.batch, problem.query_length, problem.heads, problem.value_dim)
-    lse_shape = (problem.batch, problem.heads, problem.query_length)
-    carry = (zeros(shape, problem.dtype), zeros(lse_shape, problem.accumulator))
+    def empty(shape, rows):
+        top = zeros(rows, problem.accumulator) if problem.max_logit else None
+        return Results(zeros(shape, problem.dtype), zeros(rows, problem.accumulator), top)
+
+    carry = empty(
+        (problem.batch, problem.query_length, problem.heads, problem.value_dim),
+        (problem.batch, problem.heads, problem.query_length),
+    )
     return _each_chunk(plan, inputs, chunk_body, carry)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flashjax.problem import Gradients, Inputs, Problem, Wanted
+from flashjax.problem import Gradients, Inputs, Problem, Results, Wanted
 
 NEEDS_JAX = (0, 11)
 MOST_DROPPED = 0.99  # a larger threshold of `dropout` is no number in bfloat16, as which it is compared
@@ -49,8 +49,8 @@ def refusal(problem: Problem) -> str | None:
     return packing.refusal(problem)
 
 
-def run_forward(problem: Problem, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
-    """Compute ``(out [B, T, N, Dv], lse [B, N, T])`` in one kernel; see `hopper.forward`."""
+def run_forward(problem: Problem, inputs: Inputs) -> Results:
+    """Compute the results of a call in one kernel; see `hopper.forward`."""
     from flashjax.backends.hopper import forward
 
     return forward.forward(problem, inputs)

@@ -55,7 +55,7 @@ from flashjax.backends.hopper import (
 )
 from flashjax.backends.hopper.config import ROWS, Config
 from flashjax.backends.hopper.logits import LOG2E
-from flashjax.problem import Inputs, Problem
+from flashjax.problem import Inputs, Problem, Results
 
 WGMMA = plgpu.Layout.WGMMA
 SLACK = 8.0  # O is rescaled where the row maximum grew by more than this, in powers of two
@@ -125,6 +125,7 @@ class Shared(NamedTuple):
     v: Any
     o: Any
     lse: Any
+    top: Any
     cols: dict[str, Any]
     tile: Any
     order: Any
@@ -145,8 +146,8 @@ class Barriers(NamedTuple):
     order_empty: Any
 
 
-def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> tuple[jax.Array, jax.Array]:
-    """Compute ``(out [B, T, N, Dv], lse [B, N, T])``; see the module's docstring."""
+def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> Results:
+    """Compute the results of a call; see the module's docstring."""
     traits = _traits(problem)
     plan = Plan(problem, traits, config or configs.choose(problem, traits), packing.kinds(problem))
     rows = plan.view.count_rows * plan.view.block_rows
@@ -155,8 +156,8 @@ def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> t
     scale = inputs.scale.reshape(-1) if problem.scaled else None
     sinks = inputs.sinks[:, :, 0, 0] if problem.sinks else None
     arrays = Global(inputs.query, inputs.key, inputs.value, scale, sinks, operands, bounds)
-    out, lse = _kernel(plan, rows)(arrays)
-    return out, lse[:, :, : problem.query_length]
+    out, *by_row = _kernel(plan, rows)(arrays)
+    return Results(out, *(x[:, :, : problem.query_length] for x in by_row))
 
 
 def _traits(problem: Problem) -> configs.Traits:
@@ -185,6 +186,7 @@ def _kernel(plan: Plan, rows: int) -> Any:
         v=buffer("v"),
         o=buffer("o") if plan.own_output else None,
         lse=plgpu.SMEM((warpgroups, ROWS), jnp.float32),
+        top=plgpu.SMEM((warpgroups, ROWS), jnp.float32) if problem.max_logit else None,
         cols=cols,
         tile=plgpu.SMEM((stages,), jnp.int32) if traits.scans else None,
         order=plgpu.SMEM((2,), jnp.int32) if plan.orders else None,
@@ -202,8 +204,9 @@ def _kernel(plan: Plan, rows: int) -> Any:
         order_empty=plgpu.Barrier(num_arrivals=warpgroups) if plan.orders else None,
     )
 
-    def body(inputs, out, lse, shared, barriers):
-        shared = _named(plan, shared)
+    def body(inputs, *rest):
+        *results, shared, barriers = rest
+        results, shared = Results(*results), _named(plan, shared)
         warpgroup = lax.axis_index("warpgroup")
         counter = intrinsics.counter() if plan.queue else None
 
@@ -224,17 +227,18 @@ def _kernel(plan: Plan, rows: int) -> Any:
                 plgpu.barrier_arrive(barriers.order_empty)
             if config.ordered:
                 pl.when(warpgroup == 0)(lambda: intrinsics.give_turn(warpgroup))  # the first turn is its own
-            work = functools.partial(compute, plan, inputs, (out, lse), shared, barriers)
+            work = functools.partial(compute, plan, inputs, results, shared, barriers)
             schedule.follow(plan, shared, barriers, work)
             plgpu.wait_smem_to_gmem(0)
 
+    by_row = 2 if problem.max_logit else 1
     return plgpu.kernel(
         body,
         out_type=[
             jax.ShapeDtypeStruct(
                 (problem.batch, problem.query_length, problem.heads, problem.value_dim), problem.dtype
             ),
-            jax.ShapeDtypeStruct((problem.batch, problem.heads, rows), jnp.float32),
+            *[jax.ShapeDtypeStruct((problem.batch, problem.heads, rows), jnp.float32)] * by_row,
         ],
         scratch_types=[shared, barriers],
         compiler_params=plgpu.CompilerParams(
@@ -347,7 +351,7 @@ class State(NamedTuple):
 def compute(
     plan: Plan,
     inputs: Global,
-    results: tuple[Any, Any],
+    results: Results,
     shared: Shared,
     barriers: Barriers,
     item: schedule.Item,
@@ -405,7 +409,7 @@ def compute(
 
     s = pl.run_scoped(first_product, plgpu.ACC((ROWS, config.block_k), jnp.float32))
     s = tile_scores(visit, visit.first, slot, s, tile_added(visit, visit.first, slot))
-    m, l = _begin(plan, inputs.sinks, item)
+    m, l = _begin(None if problem.max_logit else _sink(plan, inputs.sinks, item))
     release_early(slot)
     p, _, m, l = _softmax(plan, m, l, s)
     p = drop(slot, p)
@@ -467,7 +471,7 @@ def compute(
     plgpu.barrier_arrive(barriers.v_empty.at[last])
     if visit.uneven:
         lax.fori_loop(visit.end, visit.count, skip, None)
-    _store(plan, results, shared, item, (o, state.m, state.l))
+    _store(plan, results, shared, item, inputs.sinks, (o, state.m, state.l))
     return base + visit.count
 
 
@@ -480,17 +484,20 @@ def _full(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def _begin(plan: Plan, sinks: Any, item: schedule.Item) -> tuple[jax.Array, jax.Array]:
+def _sink(plan: Plan, sinks: Any, item: schedule.Item) -> jax.Array | None:
+    """Return the sink of each row, in the unit of the row maximum."""
+    if not plan.problem.sinks:
+        return None
+    count, _ = sinks.shape
+    sink = sinks[lax.rem(item.b, jnp.int32(count)), item.h] * (1.0 if plan.natural else LOG2E)
+    return plgpu.layout_cast(lax.broadcast_in_dim(sink, (ROWS,), []), WGMMA.reduce(1))
+
+
+def _begin(sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Return the row maximum and sums before the first tile: `softmax.begin`, the sum in parts."""
-    sink = None
-    if plan.problem.sinks:
-        count, _ = sinks.shape
-        sink = sinks[lax.rem(item.b, jnp.int32(count)), item.h] * (1.0 if plan.natural else LOG2E)
-    layout = WGMMA.reduce(1)
     if sink is None:
-        return _full((ROWS,), -jnp.inf, layout), _full((ROWS, PARTS), 0.0, WGMMA)
-    m = plgpu.layout_cast(lax.broadcast_in_dim(sink, (ROWS,), []), layout)
-    return m, _full((ROWS, PARTS), 1 / PARTS, WGMMA)
+        return _full((ROWS,), -jnp.inf, WGMMA.reduce(1)), _full((ROWS, PARTS), 0.0, WGMMA)
+    return sink, _full((ROWS, PARTS), 1 / PARTS, WGMMA)
 
 
 def _tile(plan: Plan, shared: Shared, visit: walk.Visit, n: Any, slot: Any) -> walk.Tile:
@@ -565,26 +572,40 @@ def _softmax(plan: Plan, m: jax.Array, l: jax.Array, s: jax.Array) -> tuple[jax.
             parts = [x + y for x, y in zip(parts[::2], parts[1::2], strict=False)] + rest
         return parts[0]
 
+    slack = 0.0 if problem.max_logit else SLACK
     if plan.natural:
-        return softmax.step(m, l, s, exp=lambda x: jnp.exp2(x * LOG2E), total=total, slack=SLACK / LOG2E)
-    return softmax.step(m, l, s, unit=unit, exp=jnp.exp2, total=total, slack=SLACK)
+        return softmax.step(m, l, s, exp=_exp, total=total, slack=slack / LOG2E)
+    return softmax.step(m, l, s, unit=unit, exp=jnp.exp2, total=total, slack=slack)
 
 
-def _store(plan: Plan, results: tuple[Any, Any], shared: Shared, item: schedule.Item, state: Any) -> None:
-    """Divide by the row sums, and write O and lse."""
+def _exp(x: jax.Array) -> jax.Array:
+    return jnp.exp2(x * LOG2E)
+
+
+def _store(plan: Plan, results: Results, shared: Shared, item: schedule.Item, sinks: Any, state: Any) -> None:
+    """Divide by the row sums, and write O, lse and the row maximum."""
     problem, config = plan.problem, plan.config
     o, m, l = state
-    out, lse = results
     warpgroup = _own_warpgroup()
+    l, top, alpha = l.sum(axis=1), m, None
+    if problem.max_logit and problem.sinks:
+        exp = _exp if plan.natural else jnp.exp2
+        alpha, m, l = softmax.sink_last(m, l, _sink(plan, sinks, item), exp=exp)
     log = (lambda x: jnp.log2(x) / LOG2E) if plan.natural else jnp.log2
-    inverse, total = softmax.finish(m, l.sum(axis=1), log=log)
+    inverse, total = softmax.finish(m, l, log=log)
+    if alpha is not None:
+        inverse = inverse * alpha
     if problem.dropout_rate > 0:
         inverse = inverse * (1 / (1 - problem.dropout_rate))
     if plan.persistent:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     shared.o.tile(warpgroup)[...] = (o * softmax.spread(inverse, o)).astype(problem.dtype)
     shared.lse.at[warpgroup][...] = total if plan.natural else total / LOG2E
+    if problem.max_logit:
+        shared.top.at[warpgroup][...] = top if plan.natural else top / LOG2E
     plgpu.commit_smem()
     q0 = item.i * config.block_q + warpgroup * ROWS
-    transfers.store(shared.o, warpgroup, out, item.b, q0, item.h)
-    plgpu.copy_smem_to_gmem(shared.lse.at[warpgroup], lse.at[item.b, item.h, pl.ds(q0, ROWS)])
+    transfers.store(shared.o, warpgroup, results.out, item.b, q0, item.h)
+    for rows, array in ((shared.lse, results.lse), (shared.top, results.top)):
+        if array is not None:
+            plgpu.copy_smem_to_gmem(rows.at[warpgroup], array.at[item.b, item.h, pl.ds(q0, ROWS)])
