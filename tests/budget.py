@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flashjax import backends, dropout, flash_attention, masks, operands, reference, scores, softmax
+from flashjax.problem import Results
 
 
 def run(
@@ -80,7 +81,7 @@ def plain(arrays: dict[str, Any], options: dict[str, Any], cotangents: Any) -> d
 
 
 def _forward_rounded(problem, inputs):
-    """Compute ``(out, lse)`` as the reference does, with P rounded before it is multiplied by V."""
+    """Compute results as the reference does, with P rounded before it is multiplied by V."""
     lse = reference.forward(problem, inputs).lse
     q, k, v = reference._repeat(problem, inputs)
     visible = reference._visible(problem, inputs)
@@ -89,7 +90,7 @@ def _forward_rounded(problem, inputs):
     kind = jnp.finfo(problem.dtype)
     p = jax.lax.reduce_precision(p, kind.nexp, kind.nmant)
     out = jnp.einsum("bhqk,bhkd->bqhd", p, jnp.where(jnp.any(visible, 2)[..., None], v, 0))
-    return out.astype(problem.dtype), lse
+    return Results(out.astype(problem.dtype), lse)
 
 
 _ROUNDED = backends.Backend("rounded", lambda problem: None, _forward_rounded, reference.backward, False)
