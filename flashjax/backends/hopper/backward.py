@@ -68,7 +68,7 @@ from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper.config import ROWS, BackwardConfig
 from flashjax.problem import Gradients, Inputs, Problem, Wanted
 
-PART = 64  # columns of dQ that a warpgroup adds at a time, with 64 rows
+PART = 64  # columns of dQ that a warpgroup adds at a time, at most, with 64 rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,6 @@ class Plan(plans.Plan):
         if self.config.roles:
             return configs.columns_by_roles(self.problem)
         d, dv = (configs.padded(x) for x in (self.problem.head_dim, self.problem.value_dim))
-        d = max(d, 64)  # K is multiplied by dS, and the two must be swizzled alike
         return (d, dv) if self.config.block_q == 2 * ROWS else (2 * PART, dv)
 
     @property
@@ -128,7 +127,8 @@ class Plan(plans.Plan):
 
     @property
     def part(self) -> int:
-        return PART
+        """Columns of dQ that a warpgroup adds at a time, with 64 rows."""
+        return min(PART, self.columns[0])
 
     @property
     def parts(self) -> int:
@@ -332,7 +332,9 @@ def _kernel(plan: Plan) -> Any:
     shapes, (block_q, block_k) = plan.shapes, (config.block_q, config.block_k)
     warpgroups = config.warpgroups
     roles, adds = config.roles, plan.adds
-    swizzled = (plgpu.TilingTransform((transfers.PIECE, 64)), plgpu.SwizzleTransform(128))
+    swizzled = transfers.swizzled(
+        plan.columns[0]
+    )  # dS is multiplied by K, and the two must be swizzled alike
     exchanged = lambda count: plgpu.SMEM((count, block_k, block_q), problem.dtype, transforms=swizzled)
     shared = Shared(
         q=transfers.buffer(problem.dtype, shapes["q"]),

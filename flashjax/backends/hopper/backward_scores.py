@@ -104,6 +104,18 @@ class Plan(plans.Plan):
         return rows
 
     @property
+    def held(self) -> list[str]:
+        """What a block reads by query and key and is the same in all its tiles: it stays in registers."""
+        shapes = {n: x.array.shape for n, x in self.problem.scores.operands().items()}
+        names = {n: packing.SCORES + n for n in shapes}
+        if self.form != "tile":
+            return []
+        same = lambda b, h, *_: b == 1 and h in (1, self.shape[1])
+        return [
+            names[n] for n, shape in shapes.items() if self.kinds[names[n]].form == "tile" and same(*shape)
+        ]
+
+    @property
     def blocks(self) -> int:
         rows, heads = self.owned
         return rows * heads * self.places
@@ -352,7 +364,7 @@ def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: 
         for array, ref in ((inputs.lse, shared.lse), (inputs.delta, shared.delta)):
             plgpu.copy_gmem_to_smem(array.at[b, h, pl.ds(q0, plan.queries)], ref.at[slot], full)
         reader = reading.Reader(plan.kinds, inputs.operands, b, h, None)
-        reader.touch(q0, k0, plan.queries, plan.shapes["k"].rows)
+        reader.touch(q0, k0, plan.queries, plan.shapes["k"].rows, known=plan.held)
         for name, ref in shared.cols.items():
             source = reader.at(name).at[pl.ds(c0, config.block_k)]
             plgpu.copy_gmem_to_smem(source, ref.at[slot], full)
@@ -432,10 +444,12 @@ def compute(plan: Plan, inputs: Global, result: Any, shared: Shared, barriers: B
         plgpu.barrier_wait(barriers.full.at[lax.rem(n, jnp.int32(config.stages))])
         return entry(n, 0) >= 0
 
+    held = _held(plan, inputs, warpgroup, owner)
+
     def step(state):
         n, _, total = state
         slot = lax.optimization_barrier(lax.rem(n, jnp.int32(config.stages)))
-        shares = _shares(plan, inputs, shared, warpgroup, slot, [entry(n, i) for i in range(5)])
+        shares = _shares(plan, inputs, shared, warpgroup, slot, [entry(n, i) for i in range(5)], held)
         total = tuple(x + y for x, y in zip(total, shares, strict=True))
         intrinsics.gather_warps()  # all have read the place and the vectors
         plgpu.barrier_arrive(barriers.empty.at[slot])
@@ -446,8 +460,23 @@ def compute(plan: Plan, inputs: Global, result: Any, shared: Shared, barriers: B
     _store(plan, result, shared, warpgroup, owner, total)
 
 
+def _held(plan: Plan, inputs: Global, warpgroup: Any, owner: Any) -> dict[str, jax.Array]:
+    """Load what the block's tiles have in common, once."""
+    b, h, place = owner
+    columns, count = jnp.int32(plan.view.count_columns), plan.config.block_k
+    start = lax.div(place, columns) * plan.view.block_rows + warpgroup * ROWS
+    reader = reading.Reader(plan.kinds, inputs.operands, b, h, start)
+    return {n: reader.numbers(n, lax.rem(place, columns) * count, count, plan.by_key) for n in plan.held}
+
+
 def _shares(
-    plan: Plan, inputs: Global, shared: Shared, warpgroup: Any, slot: Any, place: Any
+    plan: Plan,
+    inputs: Global,
+    shared: Shared,
+    warpgroup: Any,
+    slot: Any,
+    place: Any,
+    held: dict[str, jax.Array],
 ) -> tuple[jax.Array, ...]:
     """Return the share of each place of a tile in the gradient, or the `SUMS`."""
     config = plan.config
@@ -455,7 +484,7 @@ def _shares(
     shape = (ROWS, config.block_k)
     own = pl.ds(warpgroup * ROWS, ROWS)
     reader = reading.Reader(plan.kinds, inputs.operands, b, h, i * plan.view.block_rows + warpgroup * ROWS)
-    rows = lambda: reading.Rows(reader, reader.rows())
+    rows = lambda: reading.Rows(reader, held | reader.rows())
     tile = recompute.Tile(plan, shared.cols, slot, lambda: j * config.block_k, rows)
     if plan.by_key:
         spread = lambda ref: recompute.along_columns(ref.at[slot], shape)

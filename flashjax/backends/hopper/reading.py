@@ -55,11 +55,15 @@ class Reader(NamedTuple):
             if k.form == "rows" and n not in known
         }
 
-    def touch(self, q0: Any, k0: Any, queries: int, keys: int) -> None:
-        """Bring what depends on both query and key closer, ahead of those who load it."""
+    def touch(self, q0: Any, k0: Any, queries: int, keys: int, known: Any = ()) -> None:
+        """Bring what depends on both query and key, and is not known, closer: ahead of those who load it."""
         for name, kind in self.kinds.items():
-            if kind.form == "tile":
+            if kind.form == "tile" and name not in known:
                 intrinsics.touch_numbers(self.at(name), q0, k0, queries, keys)
+
+    def numbers(self, name: str, first: Any, count: int, turned: bool) -> jax.Array:
+        """Load a tile of a "tile" operand that begins at column ``first``; turned if rows are keys."""
+        return intrinsics.load_numbers(self.at(name), self.start, first, count, turned)
 
     def tile(
         self,
@@ -76,7 +80,7 @@ class Reader(NamedTuple):
         Args:
           names: of the operands.
           view: the kernel's `walk.View`.
-          rows: what `rows` returned.
+          rows: what `rows` returned, and tiles that were loaded before, by name.
           cols: the buffers of "cols" operands, in shared memory.
           slot: which stage of them holds the tile.
           first: position of the first column.
@@ -94,7 +98,8 @@ class Reader(NamedTuple):
                 words = self._tile_of_words(name, kind, first, columns.shape)
                 x = (words >> lax.rem(columns, jnp.int32(WORD)).astype(jnp.uint32)) & jnp.uint32(1)
             elif kind.form == "tile":
-                x = intrinsics.load_numbers(self.at(name), self.start, first, columns.shape[1], view.by_key)
+                load = self.numbers
+                x = rows[name] if name in rows else load(name, first, columns.shape[1], view.by_key)
             elif kind.form == "diagonal":
                 queries = view.columns if view.by_key else view.rows
                 x = intrinsics.load_diagonals(

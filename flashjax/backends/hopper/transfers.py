@@ -82,13 +82,17 @@ def buffer(dtype: Any, *shapes: Shape) -> Any:
 
 
 def _views(shape: Shape, dtype: Any) -> list[Any]:
-    width = _width(shape.columns)
-    swizzle = plgpu.SwizzleTransform(2 * width)
-    tiled = (plgpu.TilingTransform((PIECE, width)), swizzle)
+    tiled = swizzled(shape.columns)
     views = [plgpu.SMEM((shape.count, shape.pitch, shape.columns), dtype, transforms=tiled)]
     if shape.split:
-        views.append(plgpu.SMEM((shape.count, *shape.pieces(shape.pitch)), dtype, transforms=(swizzle,)))
+        views.append(plgpu.SMEM((shape.count, *shape.pieces(shape.pitch)), dtype, transforms=tiled[1:]))
     return views
+
+
+def swizzled(columns: int) -> tuple[Any, Any]:
+    """Return the transforms of a buffer that wgmma reads, for so many columns of 16 bits."""
+    width = _width(columns)
+    return plgpu.TilingTransform((PIECE, width)), plgpu.SwizzleTransform(2 * width)
 
 
 class Buffer(NamedTuple):
