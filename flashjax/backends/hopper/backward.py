@@ -156,8 +156,8 @@ class Plan(plans.Plan):
 
     @property
     def copies_of_queries(self) -> int:
-        """Copies that bring Q, dO, lse, delta and the mask's vectors over queries."""
-        return self.shapes["q"].copies + self.shapes["do"].copies + 2 + len(self.cols)
+        """Copies that bring Q, dO, lse, delta, the mask's vectors over queries, and what is staged."""
+        return self.shapes["q"].copies + self.shapes["do"].copies + 2 + len(self.cols) + len(self.staged)
 
     @property
     def rows(self) -> list[str]:
@@ -169,6 +169,11 @@ class Plan(plans.Plan):
     def cols(self) -> list[str]:
         """The mask's vectors over queries."""
         return [n for n, k in self.kinds.items() if k.form == "cols"]
+
+    @property
+    def staged(self) -> list[str]:
+        """What the scores read by query and key, and the loader brings."""
+        return [n for n, k in self.kinds.items() if k.form == "staged"]
 
 
 class Global(NamedTuple):
@@ -191,7 +196,9 @@ class Shared(NamedTuple):
 
     Attributes:
       starts: lse and delta.
-      rows, cols: the mask's vectors over keys and over queries, by name; as scratch types, by dtype.
+      rows, cols: the mask's vectors over keys and over queries, by name; as scratch types, by dtype. What is
+        staged comes to be among the latter.
+      tiles: what is staged, by name.
       numbers: the tiles handed on, the order (see `schedule`), and the mailbox (see `intrinsics.take`).
 
     What is small shares a buffer where it can: each is rounded up to 1024 bytes.
@@ -206,6 +213,7 @@ class Shared(NamedTuple):
     ds: Any
     rows: dict[str, Any]
     cols: dict[str, Any]
+    tiles: dict[str, Any]
     numbers: Any
 
     @property
@@ -262,8 +270,7 @@ def backward(
     traits = recompute.traits(problem, by_key=True)
     config = config or configs.choose_backward(problem, traits)
     split = problem.deterministic or wanted.scale
-    kinds = packing.kinds(problem, by_key=True)
-    plan = Plan(problem, traits, config, kinds, adds=not split)
+    plan = _plan(problem, traits, config, adds=not split)
     view = plan.view
     scale = inputs.scale.reshape(-1) if problem.scaled else None
     total = None if split else backward_finish.shape_of(plan)
@@ -327,27 +334,42 @@ def _scale_gradient(scale: jax.Array, lse: jax.Array, sums: jax.Array) -> jax.Ar
     return jnp.sum(sums.reshape(-1, scale.shape[0], *sums.shape[1:]), axis=(0, 2, 3)).reshape(-1, 1, 1, 1)
 
 
-def _kernel(plan: Plan) -> Any:
-    problem, traits, config = plan.problem, plan.traits, plan.config
-    shapes, (block_q, block_k) = plan.shapes, (config.block_q, config.block_k)
-    warpgroups = config.warpgroups
-    roles, adds = config.roles, plan.adds
+def _plan(problem: Problem, traits: configs.BackwardTraits, config: BackwardConfig, adds: bool) -> Plan:
+    """Return a plan in which the loader brings what there is room for."""
+    staged, plain = (
+        Plan(problem, traits, config, packing.kinds(problem, by_key=True, staged=staged), adds)
+        for staged in (True, False)
+    )
+    return staged if config.staged and plans.fits(_shared(staged)) else plain
+
+
+def _shared(plan: Plan) -> Shared:
+    """Return the scratch types of the buffers."""
+    problem, config, shapes = plan.problem, plan.config, plan.shapes
+    (block_q, block_k), roles = (config.block_q, config.block_k), config.roles
     swizzled = transfers.swizzled(
         plan.columns[0]
     )  # dS is multiplied by K, and the two must be swizzled alike
     exchanged = lambda count: plgpu.SMEM((count, block_k, block_q), problem.dtype, transforms=swizzled)
-    shared = Shared(
+    return Shared(
         q=transfers.buffer(problem.dtype, shapes["q"]),
         k=transfers.buffer(problem.dtype, shapes["k"]),
         v=transfers.buffer(problem.dtype, shapes["v"]),
         do=transfers.buffer(problem.dtype, shapes["do"]),
         starts=plgpu.SMEM((2, config.stages, block_q), jnp.float32),
         p=exchanged(plan.p_slots) if roles else None,
-        ds=exchanged(2) if roles or adds else None,
+        ds=exchanged(2) if roles or plan.adds else None,
         rows=_stacked(plan, plan.rows, (block_k,)),
         cols=_stacked(plan, plan.cols, (config.stages, block_q)),
+        tiles={n: packing.stage(plan.kinds[n], config.stages, block_q, block_k) for n in plan.staged},
         numbers=plgpu.SMEM((2 * config.stages + 3,), jnp.int32),
     )
+
+
+def _kernel(plan: Plan) -> Any:
+    problem, traits, config = plan.problem, plan.traits, plan.config
+    warpgroups, roles = config.warpgroups, config.roles
+    shared = _shared(plan)
     barrier = lambda arrivals, count=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
     clears = traits.clears_queries
     barriers = Barriers(
@@ -429,7 +451,7 @@ def _named(plan: Plan, shared: Shared) -> Shared:
 
     return shared._replace(
         rows=vectors(plan.rows, shared.rows),
-        cols=vectors(plan.cols, shared.cols),
+        cols=vectors(plan.cols, shared.cols) | shared.tiles,
         **{key: name(key) for key in plan.shapes},
     )
 
@@ -475,7 +497,7 @@ def load(
 
     def load_tile(n, tile, meanwhile):
         h, q0 = item.h * plan.group + tile.g, tile.index * config.block_q
-        rows = pl.ds(q0, config.block_q)
+        rows, keys = pl.ds(q0, config.block_q), pl.ds(k0, config.block_k)
         slot = slot_of(n)
         plgpu.barrier_wait(barriers.tile_empty.at[slot])
         recompute.write_place(plan, shared, base + n, item.b, h, n == 0, tile)
@@ -486,7 +508,9 @@ def load(
         for array, ref in ((inputs.lse, shared.lse), (inputs.delta, shared.delta)):
             plgpu.copy_gmem_to_smem(array.at[item.b, h, rows], ref.at[slot], arrives)
         for name, ref in shared.cols.items():
-            plgpu.copy_gmem_to_smem(reader.at(name).at[rows], ref.at[slot], arrives)
+            # Of a vector over columns they are the queries, of a tile the rows.
+            tile = reader.source(name, rows=rows, columns=rows if name in plan.cols else keys)
+            plgpu.copy_gmem_to_smem(tile, ref.at[slot], arrives)
         pl.when(n == 0)(load_keys)
         transfers.fetch(inputs.do, item.b, q0, h, shared.do, slot, arrives)
         meanwhile()

@@ -166,7 +166,7 @@ def rows_of(plan: Any, inputs: Any, shared: Any, place: Any, offset: Any) -> rea
     """Return the `reading.Rows` of a tile: 64 keys that begin ``offset`` after the block's first."""
     b, h = place.head
     start = current(plan, shared).i * plan.config.block_k + offset
-    reader = reading.Reader(plan.kinds, inputs.operands, b, h, start)
+    reader = reading.Reader(plan.kinds, inputs.operands, b, h, start, offset)
     layout = plgpu.Layout.WGMMA.reduce(1)
     load = lambda ref: plgpu.load(ref.at[pl.ds(offset, ROWS)], layout=layout, optimized=False)
     values = {name: load(ref) for name, ref in shared.rows.items()}

@@ -25,6 +25,8 @@ class Config(NamedTuple):
       sums_first: add up the row sums before the wait for P·V. The compiler puts them after it otherwise, or
         between the exponentials, as it finds best.
       ordered: let warpgroups issue their products in turn.
+      staged: let the loader bring a bias by query and key into shared memory, where it lies well; stages are
+        at most as many then.
     """
 
     block_k: int = 128
@@ -35,6 +37,7 @@ class Config(NamedTuple):
     schedule: str = "blocks"
     sums_first: bool = True
     ordered: bool = True
+    staged: bool = True
 
     @property
     def block_q(self) -> int:
@@ -61,6 +64,7 @@ class BackwardConfig(NamedTuple):
         these ("early"), or has finished its softmax ("late"); or not ("").
       narrow: what is rounded to the dtype of the inputs before P and dP - delta are multiplied, which takes
         fewer registers: "weights" (P), "product" (both, and the product), or nothing ("").
+      staged: as in `Config`, if there is room beside all stages.
     """
 
     block_q: int = 64
@@ -71,6 +75,7 @@ class BackwardConfig(NamedTuple):
     schedule: str = "queue"
     ordered: str = ""
     narrow: str = ""
+    staged: bool = True
 
     @property
     def warpgroups(self) -> int:

@@ -149,7 +149,7 @@ class Barriers(NamedTuple):
 def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> Results:
     """Compute the results of a call; see the module's docstring."""
     traits = _traits(problem)
-    plan = Plan(problem, traits, config or configs.choose(problem, traits), packing.kinds(problem))
+    plan = _plan(problem, traits, config or configs.choose(problem, traits))
     rows = plan.view.count_rows * plan.view.block_rows
     operands = packing.pack_all(problem, inputs, plan.view)
     bounds = walk.bounds(inputs.mask, problem, plan.view) if traits.scans else {}
@@ -168,19 +168,29 @@ def _traits(problem: Problem) -> configs.Traits:
     )
 
 
-def _kernel(plan: Plan, rows: int) -> Any:
-    problem, traits, config = plan.problem, plan.traits, plan.config
+def _plan(problem: Problem, traits: configs.Traits, config: Config) -> Plan:
+    """Return a plan in which the loader brings what it can, with as many stages as there is room for."""
+    for stages in range(config.stages, 1, -1) if config.staged else ():
+        plan = Plan(
+            problem, traits, config._replace(stages=stages), packing.kinds(problem, staged=config.staged)
+        )
+        if plans.fits(_shared(plan)):
+            return plan
+    return Plan(problem, traits, config, packing.kinds(problem))
+
+
+def _shared(plan: Plan) -> Shared:
+    """Return the scratch types of the buffers."""
+    problem, traits, config, shapes = plan.problem, plan.traits, plan.config, plan.shapes
     stages, warpgroups = config.stages, config.warpgroups
-    shapes = plan.shapes
     buffer = lambda *names: transfers.buffer(problem.dtype, *(shapes[n] for n in names))
-    cols = {
-        n: plgpu.SMEM((stages, config.block_k), k.dtype) for n, k in plan.kinds.items() if k.form == "cols"
-    }
-    full = lambda name, more=0: plgpu.Barrier(
-        num_arrivals=shapes[name].copies + more, num_barriers=shapes[name].count
-    )
-    empty = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
-    shared = Shared(
+    cols = {}
+    for name, kind in plan.kinds.items():
+        if kind.form == "cols":
+            cols[name] = plgpu.SMEM((stages, config.block_k), kind.dtype)
+        elif kind.form == "staged":
+            cols[name] = packing.stage(kind, stages, config.block_q, config.block_k)
+    return Shared(
         q=buffer("q") if plan.own_output else buffer("q", "o"),
         k=buffer("k"),
         v=buffer("v"),
@@ -192,10 +202,20 @@ def _kernel(plan: Plan, rows: int) -> Any:
         order=plgpu.SMEM((2,), jnp.int32) if plan.orders else None,
         mailbox=plgpu.SMEM((1,), jnp.int32) if plan.queue else None,
     )
+
+
+def _kernel(plan: Plan, rows: int) -> Any:
+    problem, traits, config, shapes = plan.problem, plan.traits, plan.config, plan.shapes
+    stages, warpgroups = config.stages, config.warpgroups
+    full = lambda name, more=0: plgpu.Barrier(
+        num_arrivals=shapes[name].copies + more, num_barriers=shapes[name].count
+    )
+    empty = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
+    shared = _shared(plan)
     barriers = Barriers(
         q_full=full("q"),
         q_empty=plgpu.Barrier(num_barriers=warpgroups),
-        k_full=full("k", len(cols)),
+        k_full=full("k", len(shared.cols)),
         k_empty=empty,
         v_full=plgpu.Barrier(num_barriers=stages) if traits.looks else full("v"),
         v_empty=empty,
@@ -302,8 +322,10 @@ def load(
         transfers.fetch(inputs.k, item.b, k0, kv_head, shared.k, slot, barriers.k_full.at[slot])
         reader.touch(item.i * config.block_q, k0, config.block_q, config.block_k)
         for name, ref in shared.cols.items():
-            keys = reader.at(name).at[pl.ds(k0, config.block_k)]
-            plgpu.copy_gmem_to_smem(keys, ref.at[slot], barriers.k_full.at[slot])
+            rows, columns = pl.ds(item.i * config.block_q, config.block_q), pl.ds(k0, config.block_k)
+            plgpu.copy_gmem_to_smem(
+                reader.source(name, rows, columns), ref.at[slot], barriers.k_full.at[slot]
+            )
         meanwhile()
         plgpu.barrier_wait(barriers.v_empty.at[slot])
         fetch_to = lambda barrier: transfers.fetch(
@@ -364,13 +386,18 @@ def compute(
     q0 = item.i * config.block_q + warpgroup * ROWS
     q_smem = shared.q.tile(warpgroup)
     slot_of = lambda n: lax.rem(base + n, jnp.int32(config.stages))
-    reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, q0)
+    reader = reading.Reader(plan.kinds, inputs.operands, item.b, item.h, q0, warpgroup * ROWS)
     rows = reading.Rows(reader, reader.rows())
     tile_added = functools.partial(_added, plan, shared, rows)
     tile_scores = functools.partial(_scores, plan, inputs.scale, shared, rows)
     drop = functools.partial(_drop, plan, shared, rows)
+
+    def release(slot):
+        if shared.cols:
+            intrinsics.gather_warps()  # all have read what came with the keys
+        plgpu.barrier_arrive(barriers.k_empty.at[slot])
+
     # Dropout reads the vectors over keys after the softmax.
-    release = lambda slot: plgpu.barrier_arrive(barriers.k_empty.at[slot])
     nothing = lambda slot: None
     release_early, release_late = (release, nothing) if problem.dropout_rate == 0 else (nothing, release)
 

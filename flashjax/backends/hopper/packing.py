@@ -9,6 +9,7 @@ rows needs of it depends on which of them are full:
     columns   "cols"      a vector, brought into shared memory by the loader beside what it streams
     both      "bits"      of booleans: 32 columns are packed into a word, and a tile is vectors of words
               "tile"      of numbers: as it is, read from global memory
+              "staged"    likewise, brought into shared memory by the loader, if the TMA can
     relative  "diagonal"  one number a relative position, as it is, read from global memory
 
 `pack` makes the arrays, in XLA; nothing it makes is larger than an eighth of what it reads, or than a
@@ -20,9 +21,11 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from flashjax import dropout
+from flashjax.backends.hopper import transfers
 from flashjax.masks import CustomMask
 from flashjax.operands import Operand, indices
 from flashjax.problem import Inputs, Problem
@@ -45,7 +48,7 @@ class Kind(NamedTuple):
     """How one operand is stored.
 
     Attributes:
-      form: "scalar", "rows", "cols", "bits", "tile" or "diagonal".
+      form: "scalar", "rows", "cols", "bits", "tile", "staged" or "diagonal".
       dtype: of the stored numbers.
       boolean: whether its numbers stand for booleans.
       heads: whether they differ by head.
@@ -161,12 +164,14 @@ def _dropout_words(problem: Problem, words: jax.Array) -> tuple[jax.Array, ...]:
     return *rows, dropout.column_words(both, k)
 
 
-def kinds(problem: Problem, by_key: bool = False) -> dict[str, Kind]:
-    """Describe the operands of a call, by name."""
+def kinds(problem: Problem, by_key: bool = False, staged: bool = False) -> dict[str, Kind]:
+    """Describe the operands of a call, by name; ``staged`` if the kernel has shared memory for such."""
 
     def kind(operand):
         form, dtype = form_of(operand, by_key), operand.array.dtype
-        as_it_is = form in ("tile", "diagonal") and dtype.itemsize <= 4
+        if staged and form == "tile" and _lies_well(operand.array):
+            form = "staged"
+        as_it_is = form in ("tile", "staged", "diagonal") and dtype.itemsize <= 4
         return Kind(
             form,
             dtype if as_it_is else stored(dtype),
@@ -176,6 +181,22 @@ def kinds(problem: Problem, by_key: bool = False) -> dict[str, Kind]:
         )
 
     return {name: kind(operand) for name, operand in operands(problem).items()}
+
+
+def _lies_well(array: Any) -> bool:
+    """Whether the TMA can bring tiles of ``[b, h, T, S]`` as `stage` takes them."""
+    _, _, length, keys = array.shape
+    return array.dtype.itemsize <= 4 and length % transfers.PIECE == 0 and keys % _width(array.dtype) == 0
+
+
+def _width(dtype: Any) -> int:
+    return 128 // dtype.itemsize
+
+
+def stage(kind: Kind, stages: int, queries: int, keys: int) -> Any:
+    """Return the scratch type of a "staged" operand: tiles of queries by keys, swizzled."""
+    tiled = plgpu.TilingTransform((transfers.PIECE, _width(kind.dtype))), plgpu.SwizzleTransform(128)
+    return plgpu.SMEM((stages, queries, keys), kind.dtype, transforms=tiled)
 
 
 def pack_all(problem: Problem, inputs: Inputs, view: Any) -> dict[str, jax.Array]:

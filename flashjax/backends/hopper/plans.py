@@ -1,11 +1,25 @@
 """What a kernel knows when it is traced: one answer to what `schedule` and `walk` ask of every kernel."""
 
 import dataclasses
+import math
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from flashjax.backends import hopper
 from flashjax.backends.hopper import packing, schedule, walk
 from flashjax.problem import Problem
+
+SHARED_MEMORY = 232_448  # bytes that a block may have
+BESIDE = 3072  # of these: barriers, and what a loader that looks at tiles needs to reduce over warps
+ROUNDED = 1024  # to whose multiples the size of a buffer is rounded up
+
+
+def fits(scratch: Any) -> bool:
+    """Whether buffers fit into the shared memory of a block."""
+    sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(scratch)]
+    return sum(-(-size // ROUNDED) * ROUNDED for size in sizes) <= SHARED_MEMORY - BESIDE
 
 
 @dataclasses.dataclass(frozen=True)

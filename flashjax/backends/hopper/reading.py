@@ -29,6 +29,7 @@ class Reader(NamedTuple):
       refs: by operand name, global memory.
       b, h: batch row and query head.
       start: first of the warpgroup's 64 rows (queries, or keys where the kernel is by key).
+      offset: its place among the rows of the block.
     """
 
     kinds: dict[str, Kind]
@@ -36,6 +37,7 @@ class Reader(NamedTuple):
     b: Any
     h: Any
     start: Any
+    offset: Any = 0
 
     def at(self, name: str) -> Any:
         """Return an operand at this batch row and head."""
@@ -54,6 +56,15 @@ class Reader(NamedTuple):
             for n, k in self.kinds.items()
             if k.form == "rows" and n not in known
         }
+
+    def source(self, name: str, rows: Any, columns: Any) -> Any:
+        """Return what the loader copies of a "cols" or "staged" operand for a tile.
+
+        ``rows`` and ``columns`` are slices; the latter of positions that the vector has been padded to.
+        """
+        return (
+            self.at(name).at[columns] if self.kinds[name].form == "cols" else self.at(name).at[rows, columns]
+        )
 
     def touch(self, q0: Any, k0: Any, queries: int, keys: int, known: Any = ()) -> None:
         """Bring what depends on both query and key, and is not known, closer: ahead of those who load it."""
@@ -81,7 +92,7 @@ class Reader(NamedTuple):
           names: of the operands.
           view: the kernel's `walk.View`.
           rows: what `rows` returned, and tiles that were loaded before, by name.
-          cols: the buffers of "cols" operands, in shared memory.
+          cols: the buffers of "cols" and "staged" operands, in shared memory.
           slot: which stage of them holds the tile.
           first: position of the first column.
           columns: positions of the columns ``[64, columns]``.
@@ -100,6 +111,10 @@ class Reader(NamedTuple):
             elif kind.form == "tile":
                 load = self.numbers
                 x = rows[name] if name in rows else load(name, first, columns.shape[1], view.by_key)
+            elif kind.form == "staged":
+                tile, own = cols[name].at[slot], pl.ds(self.offset, ROWS)
+                x = plgpu.load(tile.at[:, own].T if view.by_key else tile.at[own], layout=WGMMA)
+                x = x.astype(jnp.float32)
             elif kind.form == "diagonal":
                 queries = view.columns if view.by_key else view.rows
                 x = intrinsics.load_diagonals(
