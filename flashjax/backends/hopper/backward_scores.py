@@ -5,7 +5,8 @@ then the share of each place in the gradient, which stays in registers and is su
 is added to in global memory, so results repeat bit for bit, and no array is larger than the operand, or than
 one number for each head and position. Two products a tile. What a block owns follows from the operand's form:
 
-    "tile"      64 queries a warpgroup by 64 keys; it goes through the batch rows and heads that share them
+    "tile"      64 queries a warpgroup by 64 keys; it goes through the batch rows and heads that share them,
+                or through some of these where there are few tiles, and XLA adds up what the blocks make
     "rows", "cols", "scalar"
                 64 queries a warpgroup (or keys) of one head; it walks along the others (see `walk`), and XLA
                 adds up what shares an entry. Along a query delta counts, which is rounded as O is: what that
@@ -31,12 +32,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax.backends import hopper
 from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper import intrinsics, packing, plans, reading, recompute, transfers, walk
 from flashjax.backends.hopper.config import ROWS, ScoresConfig
 from flashjax.problem import Inputs, Problem
 
 WGMMA = plgpu.Layout.WGMMA
+MOST_SPLITS = 16
+NEARLY_ALL = 0.95
 SUMS = 3  # along a query: of dS times the operand's derivative, of dS, and of P times the derivative
 DIAGONALS = 2 * ROWS  # of a square tile, and one that is always 0
 
@@ -116,9 +120,31 @@ class Plan(plans.Plan):
         ]
 
     @property
+    def sharing(self) -> int:
+        """Heads of all batch rows that share what a block owns."""
+        rows, heads = self.owned
+        return self.problem.batch * self.problem.heads // (rows * heads)
+
+    @property
+    def splits(self) -> int:
+        """Blocks that own the same and go through different batch rows and heads.
+
+        As few as keep nearly all of the GPU busy until the end: a block more than it has room for at once
+        would take as long as all others.
+        """
+        if self.form != "tile":
+            return 1
+        rows, heads = self.owned
+        room, owned = hopper.multiprocessors(), rows * heads * self.places
+        busy = lambda n: owned * n / (-(-owned * n // room) * room)
+        most = max(1, min(self.sharing // 4, MOST_SPLITS))
+        enough = NEARLY_ALL * max(busy(n) for n in range(1, most + 1))
+        return next(n for n in range(1, most + 1) if busy(n) >= enough)
+
+    @property
     def blocks(self) -> int:
         rows, heads = self.owned
-        return rows * heads * self.places
+        return rows * heads * self.places * self.splits
 
     @property
     def shapes(self) -> dict[str, transfers.Shape]:
@@ -143,7 +169,7 @@ class Plan(plans.Plan):
         """Shape of what the kernel returns."""
         rows, heads = self.owned
         if self.form == "tile":
-            return self.shape
+            return self.splits, *self.shape
         if self.form == "diagonal":
             return rows, heads, self.places, self.config.warpgroups, DIAGONALS
         return self.sums, rows, heads, self.view.count_rows * self.view.block_rows
@@ -221,7 +247,8 @@ def gradients(
             packing.pack_all(problem, inputs, plan.view),
             walk.bounds(inputs.mask, problem, plan.view) if traits.scans else {},
         )
-        dtype = operand.array.dtype if form == "tile" and operand.array.dtype.itemsize <= 4 else jnp.float32
+        rounds = form == "tile" and operand.array.dtype.itemsize <= 4 and plan.splits == 1
+        dtype = operand.array.dtype if rounds else jnp.float32
         sums = _kernel(plan, dtype)(arrays)
         if plan.sums == SUMS:
             shares, changes, means = sums[..., : problem.query_length]
@@ -238,7 +265,7 @@ def _gather(plan: Plan, x: jax.Array) -> jax.Array:
     """Add up what the blocks have summed for the same entries."""
     b, h, *_ = plan.shape
     if plan.form == "tile":
-        return x
+        return x[0] if plan.splits == 1 else x.sum(0)
     if plan.form == "diagonal":
         return _along_diagonals(plan, x)
     x = x[:, :, : plan.view.rows]
@@ -297,9 +324,10 @@ def _kernel(plan: Plan, dtype: Any) -> Any:
         name = lambda key: transfers.names(getattr(shared, key), shapes[key])[0]
         shared = shared._replace(**{key: name(key) for key in shapes})
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+        part, block = lax.rem(block, jnp.int32(plan.splits)), lax.div(block, jnp.int32(plan.splits))
         head, place = lax.div(block, jnp.int32(plan.places)), lax.rem(block, jnp.int32(plan.places))
         heads = jnp.int32(plan.owned[1])
-        owner = lax.div(head, heads), lax.rem(head, heads), place
+        owner = Owner(lax.div(head, heads), lax.rem(head, heads), place, part)
 
         @pl.when(warpgroup == warpgroups)
         def _load():
@@ -334,6 +362,21 @@ def _kernel(plan: Plan, dtype: Any) -> Any:
 # ---- the loader --------------------------------------------------------------------------------
 
 
+class Owner(NamedTuple):
+    """What a block owns.
+
+    Attributes:
+      b, h: first batch row and head that share it.
+      place: which of the `Plan.places`.
+      part: which of the `Plan.splits`.
+    """
+
+    b: Any
+    h: Any
+    place: Any
+    part: Any
+
+
 class Item(NamedTuple):
     """A tile of rows of one head, as `walk` takes it."""
 
@@ -342,7 +385,7 @@ class Item(NamedTuple):
     i: Any
 
 
-def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: Any) -> None:
+def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: Owner) -> None:
     """Load what every tile needs that reads the block's entries, and say where each is."""
     problem, config = plan.problem, plan.config
 
@@ -375,7 +418,7 @@ def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: 
         pl.when(~empty)(lambda: load_tile(n, b, h, i, j, partial))
         return n + jnp.where(empty, 0, 1)
 
-    b0, h0, place = owner
+    b0, h0, place, _ = owner
     if plan.walks:
         item = Item(b0, h0, place)
 
@@ -385,7 +428,7 @@ def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: 
 
         count = walk.drive(plan, inputs, item, one, lambda count: None, None)
     else:
-        count = _each_sharing(plan, b0, h0, functools.partial(_each_tile, plan, place, visit))
+        count = _each_sharing(plan, owner, functools.partial(_each_tile, plan, place, visit))
     slot = lax.rem(count, jnp.int32(config.stages))
     plgpu.barrier_wait(barriers.empty.at[slot])
     _write_place(plan, shared, count, (jnp.int32(-1), *[jnp.int32(0)] * 4))
@@ -393,17 +436,17 @@ def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: 
         plgpu.barrier_arrive(barriers.full.at[slot])
 
 
-def _each_sharing(plan: Plan, b0: Any, h0: Any, each: Any) -> Any:
-    """Run ``each(b, h, n) -> n`` for all batch rows and heads that share an operand's, from n = 0."""
+def _each_sharing(plan: Plan, owner: Owner, each: Any) -> Any:
+    """Run ``each(b, h, n) -> n`` for the batch rows and heads that share what a block owns, from n = 0."""
     b, h, *_ = plan.shape
     heads = plan.problem.heads if h == 1 else 1
-    count = (plan.problem.batch // b) * heads
 
     def step(m, n):
         row, head = lax.div(m, jnp.int32(heads)), lax.rem(m, jnp.int32(heads))
-        return each(b0 + row * b, h0 + head, n)
+        return each(owner.b + row * b, owner.h + head, n)
 
-    return lax.fori_loop(0, count, step, jnp.int32(0))
+    first, end = (lax.div((owner.part + i) * plan.sharing, jnp.int32(plan.splits)) for i in (0, 1))
+    return lax.fori_loop(first, end, step, jnp.int32(0))
 
 
 def _each_tile(plan: Plan, place: Any, visit: Any, b: Any, h: Any, n: Any) -> Any:
@@ -431,7 +474,9 @@ def _write_place(plan: Plan, shared: Shared, n: Any, place: Any) -> None:
 # ---- compute -----------------------------------------------------------------------------------
 
 
-def compute(plan: Plan, inputs: Global, result: Any, shared: Shared, barriers: Barriers, owner: Any) -> None:
+def compute(
+    plan: Plan, inputs: Global, result: Any, shared: Shared, barriers: Barriers, owner: Owner
+) -> None:
     """Sum the shares of 64 rows by 64 columns of each tile, and store what the block owns of it."""
     config = plan.config
     warpgroup = lax.axis_index("warpgroup")
@@ -460,9 +505,9 @@ def compute(plan: Plan, inputs: Global, result: Any, shared: Shared, barriers: B
     _store(plan, result, shared, warpgroup, owner, total)
 
 
-def _held(plan: Plan, inputs: Global, warpgroup: Any, owner: Any) -> dict[str, jax.Array]:
+def _held(plan: Plan, inputs: Global, warpgroup: Any, owner: Owner) -> dict[str, jax.Array]:
     """Load what the block's tiles have in common, once."""
-    b, h, place = owner
+    b, h, place, _ = owner
     columns, count = jnp.int32(plan.view.count_columns), plan.config.block_k
     start = lax.div(place, columns) * plan.view.block_rows + warpgroup * ROWS
     reader = reading.Reader(plan.kinds, inputs.operands, b, h, start)
@@ -515,14 +560,14 @@ def _shares(
     return pl.run_scoped(products, accumulator, accumulator)
 
 
-def _store(plan: Plan, result: Any, shared: Shared, warpgroup: Any, owner: Any, total: Any) -> None:
+def _store(plan: Plan, result: Any, shared: Shared, warpgroup: Any, owner: Owner, total: Any) -> None:
     """Store what a warpgroup has summed of its 64 rows."""
-    b, h, place = owner
+    b, h, place, part = owner
     if plan.form == "tile":
         columns = jnp.int32(plan.view.count_columns)
         i, j = lax.div(place, columns), lax.rem(place, columns)
         row = i * plan.view.block_rows + warpgroup * ROWS
-        intrinsics.store_numbers(result.at[b, h], total[0], row, j * plan.config.block_k)
+        intrinsics.store_numbers(result.at[part, b, h], total[0], row, j * plan.config.block_k)
     elif plan.form == "diagonal":
         own = shared.sums.at[warpgroup]
         if hasattr(plgpu, "store"):  # jax 0.12 asks for a swizzled buffer otherwise
