@@ -50,6 +50,7 @@ from flashjax import scores
 from flashjax.backends.hopper import (
     backward_finish,
     backward_keys,
+    backward_pairs,
     backward_queries,
     backward_roles,
     backward_scores,
@@ -271,9 +272,12 @@ def backward(
     config = config or configs.choose_backward(problem, traits)
     split = problem.deterministic or wanted.scale
     plan = _plan(problem, traits, config, adds=not split)
+    pairs = backward_pairs.plan_of(problem, wanted)
     view = plan.view
     scale = inputs.scale.reshape(-1) if problem.scaled else None
     total = None if split else backward_finish.shape_of(plan)
+    if pairs is not None:
+        total = pairs.totals[0]
     block_q = backward_queries.BLOCK_Q if split else view.block_columns
     if wanted.scores:
         block_q = max(block_q, 2 * ROWS)
@@ -286,31 +290,27 @@ def backward(
         weight = jnp.where(blind, 1.0, jnp.exp(sinks - lse))
         lse = jnp.where(blind, -jnp.inf, lse)
     *rows, zeros = backward_start.starts(problem, out, lse, dout, dlse, length, total)
-    bounds = walk.bounds(inputs.mask, problem, view) if traits.scans else {}
-    arrays = Global(
-        inputs.query,
-        inputs.key,
-        inputs.value,
-        dout,
-        *rows,
-        scale,
-        packing.pack_all(problem, inputs, view),
-        bounds,
-        zeros,
-    )
-    dq, dk, dv = _run(plan, arrays)
+    names, dscores = wanted.scores, {}
+    if pairs is not None:
+        dq, dk, dv, dscores[pairs.name] = backward_pairs.gradients(pairs, inputs, tuple(rows), dout, zeros)
+        names = ()
+    else:
+        bounds = walk.bounds(inputs.mask, problem, view) if traits.scans else {}
+        operands = packing.pack_all(problem, inputs, view)
+        qkv = inputs.query, inputs.key, inputs.value
+        dq, dk, dv = _run(plan, Global(*qkv, dout, *rows, scale, operands, bounds, zeros))
     dscale = dsinks = None
     if split:
         dq, sums = backward_queries.dq(problem, inputs, tuple(rows), dout, dlse, weight, sums=wanted.scale)
         dscale = _scale_gradient(inputs.scale, lse, sums) if wanted.scale else None
-    else:
-        dq = backward_finish.dq(problem, dq, scale)
+    elif pairs is None:
+        dq = backward_finish.finish(problem, dq, inputs.query.shape, scale)
     if wanted.sinks:
         delta = -rows[1][..., : problem.query_length]
         if dlse is not None:  # which `starts` leaves out for queries that see nothing
             delta = jnp.where(blind, -dlse, delta)
         dsinks = scores.sink_gradient(inputs.sinks, jnp.where(blind, sinks, lse), delta)
-    dscores = backward_scores.gradients(problem, inputs, tuple(rows), dout, wanted.scores, weight, dlse)
+    dscores |= backward_scores.gradients(problem, inputs, tuple(rows), dout, names, weight, dlse)
     return Gradients(dq, dk, dv, dscores, dscale, dsinks)
 
 

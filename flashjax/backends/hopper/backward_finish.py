@@ -1,4 +1,5 @@
-"""The last step of the fast backward pass: what was added up for dQ, in the shape and dtype of q.
+"""The last step of the fast backward pass: what was added up for dQ, in the shape and dtype of q; and likewise
+for dK and dV where they were added up too.
 
 One warpgroup a block turns 64 rows of a head: it loads them as the threads of the backward kernel held them
 (`intrinsics.load_tile`), scales and rounds, and stores them by the TMA. Shared memory, in bytes, with the
@@ -27,47 +28,50 @@ def shape_of(plan: Any) -> tuple[int, ...]:
     return tiles, plan.config.block_q // ROWS, plan.parts, ROWS * plan.part
 
 
-def rows_at(problem: Problem, total: Any, item: schedule.Item) -> Any:
-    """Return where the sums of the ``item.i``-th 64 queries of a head are, in a kernel."""
-    count = total.shape[0] // (problem.batch * problem.heads)
+def rows_at(batch: int, heads: int, total: Any, item: schedule.Item) -> Any:
+    """Return where the sums of the ``item.i``-th 64 rows of a head are, in a kernel."""
+    count = total.shape[0] // (batch * heads)
     split = jnp.int32(total.shape[1])
-    number = (item.b * problem.heads + item.h) * count + lax.div(item.i, split)
+    number = (item.b * heads + item.h) * count + lax.div(item.i, split)
     return total.at[number, lax.rem(item.i, split)]
 
 
-def dq(problem: Problem, total: jax.Array, scale: jax.Array | None) -> jax.Array:
-    """Compute dq ``[B, T, N, D]``.
+def finish(
+    problem: Problem, total: jax.Array, shape: tuple[int, int, int, int], scale: Any, scales: bool = True
+) -> jax.Array:
+    """Turn sums into a gradient.
 
     Args:
       problem: of the call.
-      total: dQ without its scale and, with dropout, times ``1 - rate``; float32 `shape_of`.
+      total: the gradient without the scale and, with dropout, times ``1 - rate``; float32 as `shape_of` says
+        of dQ.
+      shape: of the gradient, ``[B, length, heads, dim]``.
       scale: float32 ``[b]``, None for the default.
+      scales: whether the scale is a factor of it.
     """
     _, _, parts, size = total.shape
+    batch, length, heads, dim = shape
     width = size // ROWS
-    tiles = -(-problem.query_length // ROWS)
-    work = schedule.Work(problem.batch, problem.heads, tiles, heads_first=True)
-    shape = transfers.shape(1, ROWS, problem.query_length, problem.head_dim, parts * width)
+    work = schedule.Work(batch, heads, -(-length // ROWS), heads_first=True)
+    tile = transfers.shape(1, ROWS, length, dim, parts * width)
 
-    def body(arrays, dq, buffer):
+    def body(arrays, result, buffer):
         total, scale = arrays
         item = schedule.item_of(work, lax.axis_index("block"))
-        (buffer,) = transfers.names(buffer, shape)
-        rows = rows_at(problem, total, item)
-        factor = logits.factor(problem, scale, lambda: item.b) / (1 - problem.dropout_rate)
+        (buffer,) = transfers.names(buffer, tile)
+        rows = rows_at(batch, heads, total, item)
+        factor = (logits.factor(problem, scale, lambda: item.b) if scales else 1) / (1 - problem.dropout_rate)
         for part in range(parts):
             x = intrinsics.load_tile(rows.at[part], width) * factor
             buffer.tile(0).at[:, pl.ds(part * width, width)][...] = x.astype(problem.dtype)
         plgpu.commit_smem()
-        transfers.store(buffer, 0, dq, item.b, item.i * ROWS, item.h)
+        transfers.store(buffer, 0, result, item.b, item.i * ROWS, item.h)
         plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(
-            (problem.batch, problem.query_length, problem.heads, problem.head_dim), problem.dtype
-        ),
-        scratch_types=[transfers.buffer(problem.dtype, shape)],
+        out_type=jax.ShapeDtypeStruct(shape, problem.dtype),
+        scratch_types=[transfers.buffer(problem.dtype, tile)],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),

@@ -324,10 +324,7 @@ def _kernel(plan: Plan, dtype: Any) -> Any:
         name = lambda key: transfers.names(getattr(shared, key), shapes[key])[0]
         shared = shared._replace(**{key: name(key) for key in shapes})
         warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        part, block = lax.rem(block, jnp.int32(plan.splits)), lax.div(block, jnp.int32(plan.splits))
-        head, place = lax.div(block, jnp.int32(plan.places)), lax.rem(block, jnp.int32(plan.places))
-        heads = jnp.int32(plan.owned[1])
-        owner = Owner(lax.div(head, heads), lax.rem(head, heads), place, part)
+        owner = owner_of(plan, block)
 
         @pl.when(warpgroup == warpgroups)
         def _load():
@@ -375,6 +372,22 @@ class Owner(NamedTuple):
     h: Any
     place: Any
     part: Any
+
+
+def owner_of(plan: Plan, block: Any) -> Owner:
+    """Return what a block owns."""
+    block, part = _split(block, plan.splits)
+    head, place = _split(block, plan.places)
+    return Owner(*_split(head, plan.owned[1]), place, part)
+
+
+def tile_of(plan: Plan, owner: Owner) -> tuple[Any, Any]:
+    """Return the numbers of the tiles of rows and of columns of a block that owns such a pair."""
+    return _split(owner.place, plan.view.count_columns)
+
+
+def _split(n: Any, count: int) -> tuple[Any, Any]:
+    return lax.div(n, jnp.int32(count)), lax.rem(n, jnp.int32(count))
 
 
 class Item(NamedTuple):
@@ -428,7 +441,7 @@ def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: 
 
         count = walk.drive(plan, inputs, item, one, lambda count: None, None)
     else:
-        count = _each_sharing(plan, owner, functools.partial(_each_tile, plan, place, visit))
+        count = _each_sharing(plan, owner, functools.partial(_each_tile, plan, owner, visit))
     slot = lax.rem(count, jnp.int32(config.stages))
     plgpu.barrier_wait(barriers.empty.at[slot])
     _write_place(plan, shared, count, (jnp.int32(-1), *[jnp.int32(0)] * 4))
@@ -449,13 +462,15 @@ def _each_sharing(plan: Plan, owner: Owner, each: Any) -> Any:
     return lax.fori_loop(first, end, step, jnp.int32(0))
 
 
-def _each_tile(plan: Plan, place: Any, visit: Any, b: Any, h: Any, n: Any) -> Any:
+def _each_tile(plan: Plan, owner: Owner, visit: Any, b: Any, h: Any, n: Any) -> Any:
     """Visit the tiles of a head that read the block's entries."""
     rows, columns = plan.view.count_rows, jnp.int32(plan.view.count_columns)
     if plan.form == "tile":
-        return visit(b, h, lax.div(place, columns), lax.rem(place, columns), n)
+        return visit(b, h, *tile_of(plan, owner), n)
     warpgroups = plan.config.warpgroups
-    above = place - warpgroups * (rows - 1)  # tiles of 64 that the block's diagonal lies above the main one
+    above = owner.place - warpgroups * (
+        rows - 1
+    )  # tiles of 64 that the block's diagonal lies above the main one
 
     def down(i, n):
         j = warpgroups * i + above
@@ -471,6 +486,21 @@ def _write_place(plan: Plan, shared: Shared, n: Any, place: Any) -> None:
         shared.places[at, entry] = x
 
 
+def read_place(plan: Plan, shared: Any) -> Any:
+    """Return ``entry(n, which)``: a number of the n-th tile's place."""
+    return lambda n, which: shared.places[lax.rem(n, jnp.int32(2 * plan.config.stages)), which]
+
+
+def wait_for_tile(plan: Plan, shared: Any, barriers: Any) -> Any:
+    """Return ``wait(n)``, which waits for the n-th tile and says whether there is one."""
+
+    def wait(n):
+        plgpu.barrier_wait(barriers.full.at[lax.rem(n, jnp.int32(plan.config.stages))])
+        return read_place(plan, shared)(n, 0) >= 0
+
+    return wait
+
+
 # ---- compute -----------------------------------------------------------------------------------
 
 
@@ -482,13 +512,7 @@ def compute(
     warpgroup = lax.axis_index("warpgroup")
     shape = (ROWS, config.block_k)
 
-    def entry(n, which):
-        return shared.places[lax.rem(n, jnp.int32(2 * config.stages)), which]
-
-    def wait(n):
-        plgpu.barrier_wait(barriers.full.at[lax.rem(n, jnp.int32(config.stages))])
-        return entry(n, 0) >= 0
-
+    entry, wait = read_place(plan, shared), wait_for_tile(plan, shared, barriers)
     held = _held(plan, inputs, warpgroup, owner)
 
     def step(state):
@@ -507,11 +531,10 @@ def compute(
 
 def _held(plan: Plan, inputs: Global, warpgroup: Any, owner: Owner) -> dict[str, jax.Array]:
     """Load what the block's tiles have in common, once."""
-    b, h, place, _ = owner
-    columns, count = jnp.int32(plan.view.count_columns), plan.config.block_k
-    start = lax.div(place, columns) * plan.view.block_rows + warpgroup * ROWS
-    reader = reading.Reader(plan.kinds, inputs.operands, b, h, start)
-    return {n: reader.numbers(n, lax.rem(place, columns) * count, count, plan.by_key) for n in plan.held}
+    (i, j), count = tile_of(plan, owner), plan.config.block_k
+    start = i * plan.view.block_rows + warpgroup * ROWS
+    reader = reading.Reader(plan.kinds, inputs.operands, owner.b, owner.h, start)
+    return {n: reader.numbers(n, j * count, count, plan.by_key) for n in plan.held}
 
 
 def _shares(
@@ -564,8 +587,7 @@ def _store(plan: Plan, result: Any, shared: Shared, warpgroup: Any, owner: Owner
     """Store what a warpgroup has summed of its 64 rows."""
     b, h, place, part = owner
     if plan.form == "tile":
-        columns = jnp.int32(plan.view.count_columns)
-        i, j = lax.div(place, columns), lax.rem(place, columns)
+        i, j = tile_of(plan, owner)
         row = i * plan.view.block_rows + warpgroup * ROWS
         intrinsics.store_numbers(result.at[part, b, h], total[0], row, j * plan.config.block_k)
     elif plan.form == "diagonal":

@@ -74,7 +74,7 @@ def starts(
             transfers.fetch(array, item.b, q0, item.h, ref, 0, barrier)
 
         def zero():
-            sums = backward_finish.rows_at(problem, results[2], item)
+            sums = backward_finish.rows_at(problem.batch, problem.heads, results[2], item)
             for part in range(total[2]):
                 intrinsics.zero_tile(sums.at[part], total[3])
 

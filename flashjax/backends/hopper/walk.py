@@ -292,14 +292,17 @@ def _keys(plan: Any, inputs: Any, item: Any, round_: Any) -> jax.Array:
 
 
 def look_at(plan: Any, inputs: Any, b: Any, h: Any, i: Any, j: Any) -> tuple[Any, Any]:
-    """Say of one tile, where rows are queries, whether it is hidden, and whether the mask is due."""
+    """Say of one tile whether it is hidden, and whether the mask is due; i counts rows, which are queries if
+    the kernel scans, and j columns."""
     problem, view = plan.problem, plan.view
-    ragged = (j == view.count_columns - 1) if plan.ragged else j < 0
+    last_keys = i == view.count_rows - 1 if view.by_key else j == view.count_columns - 1
+    ragged = last_keys if plan.ragged else j < 0
     if problem.mask is None:
         return j < 0, ragged
     r0, c0 = i * view.block_rows, j * view.block_columns
     q = Range(r0, jnp.minimum(r0 + (view.block_rows - 1), view.rows - 1))
     k = Range(c0, jnp.minimum(c0 + (view.block_columns - 1), view.columns - 1))
+    q, k = (k, q) if view.by_key else (q, k)
     names = problem.mask.operands()
     if plan.traits.scans:
 

@@ -1,0 +1,371 @@
+"""The backward pass in the kernel for the gradient of a bias, where batch rows share the bias and heads are small.
+
+A block of `backward_scores` owns a tile of the bias and goes through the batch rows. With small heads the
+products are cheap, and what the tile's probabilities cost is paid once: the block adds its shares of dQ, dK
+and dV to float32 numbers in global memory too, as `backward_keys` does with dQ, and keeps the sum of dS in
+registers. Rows are keys. Each of two warpgroups has 64 keys and takes 128 queries in two halves:
+
+    issue S = K Qᵀ and dP = V dOᵀ of a half
+    wait for S; P; mask; issue dV += P dO
+    wait for dP; dS to the sum, and to shared memory; issue dK += dS Q
+
+after which it adds dK and dV, and computes and adds dQ of one of the halves.
+
+Barriers beside those of `backward_scores`: held, the tile of the bias; handed and taken, dS on its way from both
+warpgroups to both.
+
+Shared memory, in bytes, with padded head dims D and Dv: a stage takes 512 * (D + Dv) and 1024 for lse and delta; the tile
+of the bias 16,384 times the size of its numbers; dS 32,768.
+
+Source: as of `backward`.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from flashjax.backends.hopper import (
+    backward_finish,
+    backward_scores,
+    intrinsics,
+    logits,
+    packing,
+    plans,
+    reading,
+    recompute,
+    transfers,
+)
+from flashjax.backends.hopper import config as configs
+from flashjax.backends.hopper.config import ROWS, ScoresConfig
+from flashjax.problem import Inputs, Problem, Wanted
+
+HALVES = 2  # of the queries of a tile
+TILE = (ROWS, ROWS)
+CONFIG = ScoresConfig(stages=2, registers=(240, 24), block_k=HALVES * ROWS)
+WIDEST = (
+    64  # padded head dim: with larger ones the sums for dQ, dK and dV would take longer than S and dP anew
+)
+FEWEST = 4  # batch rows that share the bias
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(backward_scores.Plan):
+    """What the kernel knows when it is traced; rows are keys, columns queries."""
+
+    @property
+    def by_key(self) -> bool:
+        return True
+
+    @property
+    def held(self) -> list[str]:
+        """Nothing: the tile of the bias lies in shared memory."""
+        return []
+
+    @property
+    def operand(self) -> str:
+        """Name of the bias among the packed operands."""
+        return packing.SCORES + self.name
+
+    @property
+    def padded(self) -> tuple[int, int]:
+        """Columns of q and k, and of v, in shared memory."""
+        return configs.padded(self.problem.head_dim), configs.padded(self.problem.value_dim)
+
+    @property
+    def totals(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the sums for dQ, dK and dV, as `backward_finish.finish` takes them."""
+        problem, (d, dv) = self.problem, self.padded
+        queries = problem.batch * problem.heads * self.view.count_columns
+        keys = problem.batch * problem.kv_heads * self.view.count_rows
+        return tuple(
+            (count, HALVES, 1, ROWS * columns) for count, columns in ((queries, d), (keys, d), (keys, dv))
+        )
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        b, h, queries, keys = self.shape
+        return self.splits, b, h, keys, queries
+
+
+class Global(NamedTuple):
+    """Arrays in global memory: those of `backward_scores.Global`, and what is added to."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    lse: Any
+    delta: Any
+    scale: Any
+    operands: dict[str, Any]
+    bounds: dict[str, Any]
+    dq: Any
+    dk: Any
+    dv: Any
+
+
+class Shared(NamedTuple):
+    """Buffers in shared memory, those of `backward_scores.Shared` among them.
+
+    Attributes:
+      bias: the block's tile, queries by keys.
+      ds: by half of the queries, keys by queries.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    lse: Any
+    delta: Any
+    cols: dict[str, Any]
+    places: Any
+    bias: Any
+    ds: Any
+
+
+class Barriers(NamedTuple):
+    """See the module's docstring."""
+
+    full: Any
+    empty: Any
+    held: Any
+    handed: Any
+    taken: Any
+
+
+def plan_of(problem: Problem, wanted: Wanted) -> Plan | None:
+    """Return the plan of the kernel, or None where it does not do a call or would not be the faster way.
+
+    It adds in no fixed order, and does not look for keys and queries that may hold NaN.
+    """
+    if not wanted.scores or problem.deterministic or wanted.scale or problem.dropout_rate > 0:
+        return None
+    operands = problem.scores.operands()
+    traits = recompute.traits(problem, by_key=True)
+    cleared = traits.scans or traits.clears_keys or traits.clears_queries
+    if len(operands) > 1 or not logits.adds(problem) or cleared:
+        return None
+    ((name, operand),) = operands.items()
+    staged = packing.kinds(problem, by_key=True, staged=True)[packing.SCORES + name].form == "staged"
+    shared_by = problem.batch // operand.array.shape[0]
+    plan = Plan(
+        problem,
+        traits,
+        CONFIG,
+        packing.kinds(problem, by_key=True),
+        name,
+        operand.array.shape,
+        packing.form_of(operand),
+    )
+    if not staged or shared_by < FEWEST or max(plan.padded) > WIDEST or not plans.fits(_shared(plan)):
+        return None
+    return plan
+
+
+def gradients(
+    plan: Plan, inputs: Inputs, starts: tuple[jax.Array, jax.Array], dout: jax.Array, zeros: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Compute ``(dq, dk, dv, gradient of the bias)``.
+
+    Args:
+      plan: of `plan_of`.
+      inputs, dout: of the call.
+      starts: those of `backward_start`, of whole tiles of 128 queries.
+      zeros: float32, the first of `Plan.totals`.
+    """
+    problem = plan.problem
+    scale = inputs.scale.reshape(-1) if problem.scaled else None
+    operands = packing.pack_all(problem, inputs, plan.view)
+    arrays = Global(
+        inputs.query, inputs.key, inputs.value, dout, *starts, scale, operands, {}, None, None, None
+    )
+    bias = inputs.scores.operands()[plan.name].array
+    kernel = _kernel(plan)
+
+    def body(refs):
+        *totals, sums = refs
+        sums[...] = kernel(arrays._replace(**dict(zip(("dq", "dk", "dv"), totals, strict=True))))
+
+    # The kernel adds to the totals in place; the sums are written as a whole, and their zeros never come to be.
+    starts_at = [jnp.zeros(shape, jnp.float32) for shape in (*plan.totals[1:], plan.result)]
+    *totals, sums = pl.run_state(body)((zeros, *starts_at))
+    found = [
+        backward_finish.finish(problem, total, x.shape, scale, scales=x is not inputs.value)
+        for total, x in zip(totals, (inputs.query, inputs.key, inputs.value), strict=True)
+    ]
+    return *found, sums.sum(0).swapaxes(2, 3).astype(bias.dtype)
+
+
+def _shared(plan: Plan) -> Shared:
+    """Return the scratch types of the buffers."""
+    problem, config, shapes = plan.problem, plan.config, plan.shapes
+    vector = plgpu.SMEM((config.stages, plan.queries), jnp.float32)
+    kind = plan.kinds[plan.operand]
+    ds = plgpu.SMEM(
+        (HALVES, config.block_q, ROWS), problem.dtype, transforms=transfers.swizzled(plan.padded[0])
+    )
+    return Shared(
+        *(transfers.buffer(problem.dtype, shapes[name]) for name in ("q", "k", "v", "do")),
+        lse=vector,
+        delta=vector,
+        cols={},
+        places=plgpu.SMEM((2 * config.stages, 5), jnp.int32),
+        bias=packing.stage(kind, 1, config.block_k, config.block_q),
+        ds=ds,
+    )
+
+
+def _kernel(plan: Plan) -> Any:
+    config, shapes = plan.config, plan.shapes
+    stages, warpgroups = config.stages, config.warpgroups
+    copies = sum(x.copies for x in shapes.values()) + 2
+    both = plgpu.Barrier(num_arrivals=warpgroups)
+    barriers = Barriers(
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        held=plgpu.Barrier(),
+        handed=both,
+        taken=both,
+    )
+
+    def body(inputs, result, shared, barriers):
+        name = lambda key: transfers.names(getattr(shared, key), shapes[key])[0]
+        shared = shared._replace(**{key: name(key) for key in shapes})
+        warpgroup = lax.axis_index("warpgroup")
+        owner = backward_scores.owner_of(plan, lax.axis_index("block"))
+
+        @pl.when(warpgroup == warpgroups)
+        def _load():
+            plgpu.set_max_registers(config.registers[1], action="decrease")
+            i, j = backward_scores.tile_of(plan, owner)
+            reader = reading.Reader(plan.kinds, inputs.operands, owner.b, owner.h, None)
+            queries, keys = (
+                pl.ds(j * config.block_k, config.block_k),
+                pl.ds(i * config.block_q, config.block_q),
+            )
+            plgpu.copy_gmem_to_smem(
+                reader.at(plan.operand).at[queries, keys], shared.bias.at[0], barriers.held
+            )
+            backward_scores.load(plan, inputs, shared, barriers, owner)
+
+        @pl.when(warpgroup < warpgroups)
+        def _compute():
+            plgpu.set_max_registers(config.registers[0], action="increase")
+            for slot in range(stages):
+                plgpu.barrier_arrive(barriers.empty.at[slot])
+            plgpu.barrier_arrive(barriers.taken)
+            sums = compute(plan, inputs, shared, barriers)
+            i, j = backward_scores.tile_of(plan, owner)
+            k0 = i * config.block_q + warpgroup * ROWS
+            for half, x in enumerate(sums):
+                intrinsics.store_numbers(
+                    result.at[owner.part, owner.b, owner.h], x, k0, j * config.block_k + half * ROWS
+                )
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(plan.result, jnp.float32),
+        scratch_types=[_shared(plan), barriers],
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+        ),
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="flash_attention_backward_pairs",
+    )
+
+
+def compute(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> tuple[jax.Array, ...]:
+    """Add the block's shares of dQ, dK and dV, and return its sums of dS: 64 keys by 64 queries, twice."""
+    dtype, stages = plan.problem.dtype, jnp.int32(plan.config.stages)
+    d, dv = plan.padded
+    plgpu.barrier_wait(barriers.held)
+    entry = backward_scores.read_place(plan, shared)
+    wait = backward_scores.wait_for_tile(plan, shared, barriers)
+
+    def step(state):
+        n, _, sums = state
+        # Behind a barrier: the loop would otherwise keep addresses of shared memory in registers.
+        warpgroup = lax.optimization_barrier(lax.axis_index("warpgroup"))
+        own = pl.ds(warpgroup * ROWS, ROWS)
+        slot = lax.optimization_barrier(lax.rem(n, stages))
+        # Read anew where it is needed, for the same reason.
+        b, h, i, j, partial = (lambda which=which: entry(n, which) for which in range(5))
+        k, v = shared.k.tile(slot), shared.v.tile(slot)
+        plgpu.barrier_wait(barriers.taken)
+
+        def half(part, dv_acc):
+            queries = pl.ds(part * ROWS, ROWS)
+            q, do = (x.tile(slot).at[queries] for x in (shared.q, shared.do))
+            along = lambda ref: recompute.along_columns(ref.at[slot, queries], TILE)
+
+            def rows():
+                start = i() * plan.view.block_rows + warpgroup * ROWS
+                reader = reading.Reader(plan.kinds, inputs.operands, b(), h(), start)
+                bias = plgpu.load(shared.bias.at[0, queries, own].T, layout=plgpu.Layout.WGMMA)
+                return reading.Rows(reader, {plan.operand: bias.astype(jnp.float32)})
+
+            column = lambda: j() * plan.view.block_columns + part * ROWS
+            tile = recompute.Tile(plan, shared.cols, slot, column, rows)
+
+            def slopes(s_acc, dp_acc):
+                lse = lambda: along(shared.lse)
+                recompute.begin(s_acc, tile, lse)
+                recompute.begin_slopes(dp_acc, plan, lambda: along(shared.delta))
+                plgpu.wgmma(s_acc, k.at[own], q.T)
+                plgpu.wgmma(dp_acc, v.at[own], do.T)
+                s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+                p, _ = recompute.weights(inputs.scale, s, tile, lse)
+                p = recompute.hide(tile, partial() != 0, p)
+                plgpu.wgmma(dv_acc, p.astype(dtype), do)
+                # For dV too: nothing may be under way where the next accumulators begin.
+                return p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+
+            ds = pl.run_scoped(slopes, plgpu.ACC(TILE, jnp.float32), plgpu.ACC(TILE, jnp.float32))
+            shared.ds.at[part, own][...] = ds.astype(dtype)
+            return ds
+
+        def halves(dv_acc):
+            total = tuple(sums[part] + half(part, dv_acc) for part in range(HALVES))
+            return plgpu.wgmma_accumulator_load(dv_acc, wait_n=0), total
+
+        def keys(dk_acc):
+            for part in range(HALVES):
+                q = shared.q.tile(slot).at[pl.ds(part * ROWS, ROWS)]
+                plgpu.wgmma(dk_acc, shared.ds.at[part, own], q)
+            return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
+
+        dvalue, sums = pl.run_scoped(halves, plgpu.ACC((ROWS, dv), jnp.float32))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(barriers.handed)
+        dk = pl.run_scoped(keys, plgpu.ACC((ROWS, d), jnp.float32))
+        kv_head = lax.div(h(), jnp.int32(plan.problem.group))
+        number = (b() * plan.problem.kv_heads + kv_head) * plan.view.count_rows + i()
+        intrinsics.add_tile(inputs.dk.at[number, warpgroup, 0], dk)
+        intrinsics.add_tile(inputs.dv.at[number, warpgroup, 0], dvalue)
+
+        def last(dq_acc):
+            plgpu.wgmma(dq_acc, shared.ds.at[warpgroup].T, k)
+            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
+
+        plgpu.barrier_wait(barriers.handed)
+        dq = pl.run_scoped(last, plgpu.ACC((ROWS, d), jnp.float32))
+        number = (b() * plan.problem.heads + h()) * plan.view.count_columns + j()
+        intrinsics.gather_warps()  # all have read the place and the vectors
+        plgpu.barrier_arrive(barriers.taken)
+        plgpu.barrier_arrive(barriers.empty.at[slot])
+        intrinsics.add_tile(inputs.dq.at[number, warpgroup, 0], dq)
+        return n + 1, wait(n + 1), sums
+
+    start = (plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), plgpu.Layout.WGMMA),) * HALVES
+    first = jnp.int32(0)
+    _, _, sums = lax.while_loop(lambda state: state[1], step, (first, wait(first), start))
+    return sums
