@@ -8,11 +8,11 @@ multiple of 2**-15.
 The hash is cheap where it is dense. A row (batch, head, query) and a column (key position) get strong
 words of their own, and one round of two multiplications joins them:
 
-    x = column ^ row_a;  x *= C1;  x ^= (x >> 15) ^ row_b;  x *= C2
+    x = column * row_a;  x ^= x >> 15;  x *= row_b
 
-The row enters twice with independent words. With one word alone, two rows whose words happen to differ
-by the difference of two column words would share part of their pattern. The second enters by xor: added, it
-would only shift the product that follows, and rows that share their first word would still look alike.
+All three words are odd, so that no multiplication loses a bit. The row enters twice with independent words:
+rows that happen to share one of them do not look alike, as they would if the second were added or joined by
+xor.
 
 A word decides for two keys, ``k`` and ``k ^ 8``, which share their column: its lower half for the key
 whose position has bit 3 clear, its upper half for the other, each without its highest bit. So a kernel in
@@ -63,24 +63,23 @@ def threshold(rate: float) -> int:
 def row_words(
     words: tuple[jax.Array, jax.Array], b: jax.Array, h: jax.Array, q: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the two uint32 words of rows (batch row, query head, query position)."""
+    """Return the two odd uint32 words of rows (batch row, query head, query position)."""
     first, second = words
     row_a = _mix(_u32(q) + _mix(_u32(h) + _mix(_u32(b) ^ first)))
     row_b = _mix(_u32(q) ^ _mix(_u32(h) ^ _mix(_u32(b) + second)))
-    return row_a, row_b
+    return row_a | _u32(1), row_b | _u32(1)
 
 
 def column_words(words: tuple[jax.Array, jax.Array], k: jax.Array) -> jax.Array:
-    """Return the uint32 word of key positions: ``k`` and ``k ^ 8`` have the same."""
+    """Return the odd uint32 word of key positions: ``k`` and ``k ^ 8`` have the same."""
     first, second = words
-    return _mix((_u32(k) & ~_u32(_PAIR)) + _mix(first + second))
+    return _mix((_u32(k) & ~_u32(_PAIR)) + _mix(first + second)) | _u32(1)
 
 
 def join(column: jax.Array, row_a: jax.Array, row_b: jax.Array) -> jax.Array:
     """Join the words of a row and a column to the uint32 word that decides for two weights."""
-    x = (column ^ row_a) * _u32(0x7FEB352D)
-    x = x ^ (x >> _u32(15)) ^ row_b
-    return x * _u32(0x846CA68B)
+    x = column * row_a
+    return (x ^ (x >> _u32(15))) * row_b
 
 
 def decide(x: jax.Array, k: jax.Array, rate: float) -> jax.Array:

@@ -433,6 +433,24 @@ WIDE_CASES = [
     ),
     wide("bias-half-d64", (130, 77), 64, bias=(1, 4, 130, 77), bias_dtype="float16", mask=_segments),
     wide("bias-d32", (256, 256), 32, batch=6, bias=(1, 4, 256, 256), bias_dtype="bfloat16"),
+    # what the TMA can bring, and what batch rows share
+    *(
+        wide(f"bias-staged-d{d}", (264, 384), d, bias=(2, 4, 264, 384), bias_dtype=dtype, options=options)
+        for d, dtype, options in (
+            (32, "float32", {}),
+            (64, "bfloat16", {"is_causal": True}),
+            (128, "float32", {"is_causal": True}),
+            (256, "float16", {}),
+        )
+    ),
+    *(
+        wide(f"bias-shared-d{d}", (264, 320), d, batch=8, bias=shape, bias_dtype=dtype, **fields)
+        for d, shape, dtype, fields in (
+            (24, (1, 1, 264, 320), "float32", {"options": {"is_causal": True}}),
+            (32, (1, 4, 264, 320), "bfloat16", {"learned": {"sinks": _floats("heads")}}),
+            (64, (2, 4, 264, 320), "float16", {"heads": 4, "options": {"local_window_size": (100, None)}}),
+        )
+    ),
     wide("buckets-d64", (300, 200), 64, learned={"position_bias": _buckets}),
     wide(
         "mixed-d128",

@@ -290,7 +290,7 @@ def test_hopper_call_needs_little_temporary_memory(name, reports):
     vector = batch * heads * rows
     allowed = vector + 2**16  # lse before it is cut to T
     if name.endswith("-backward"):
-        d = -(-DIMS[dims][0] // 64) * 64
+        d, dv = (-(-x // 32) * 32 for x in DIMS[dims])
         allowed += vector  # delta beside lse
         if kind != "deterministic":
             allowed += batch * heads * (length + 64) * 4 * d  # dQ in float32
@@ -298,6 +298,9 @@ def test_hopper_call_needs_little_temporary_memory(name, reports):
             allowed += 6 * vector  # sums along the queries, and what they are corrected by
         if kind == "position":
             allowed += 2 * heads * 2 * rows
+    if kind == "pairs":
+        allowed += batch * heads * (length + 64) * 4 * (d + dv)  # dK and dV likewise
+        allowed += 16 * heads * length * length * 4  # sums of dS, of several blocks
     if kind.startswith("dropout"):
         allowed += 2 * vector + 2 * rows  # words of the queries and of the keys
     if kind.endswith("max"):

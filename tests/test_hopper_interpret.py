@@ -157,6 +157,8 @@ def _function(c, rng):
 # Run forward and backward, with the gradients of what the scores read.
 SCORED = [
     scored("pair", 64, rows=2, bias=(1, 1, 70, 130), bias_dtype="bfloat16"),
+    scored("staged", 128, lengths=(72, 192), bias=(1, 2, 72, 192)),
+    scored("shared", 32, rows=4, lengths=(136, 192), bias=(1, 2, 136, 192), bias_dtype="bfloat16"),
     scored("lowest", 64, heads=1, learned={"bias": _lowest}),
     scored("by-position", 64, learned=KNOWN["position-bias-d64"].learned),
     scored("slopes", 128, learned=KNOWN["alibi-d64"].learned, options={"is_causal": True}),

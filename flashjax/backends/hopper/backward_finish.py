@@ -1,5 +1,6 @@
-"""The last step of the fast backward pass: what was added up for dQ, in the shape and dtype of q; and likewise
-for dK and dV where they were added up too.
+"""The last step of the fast backward pass: what was added up for dQ, in the shape and dtype of q.
+
+Likewise dK and dV, where they were added up too.
 
 One warpgroup a block turns 64 rows of a head: it loads them as the threads of the backward kernel held them
 (`intrinsics.load_tile`), scales and rounds, and stores them by the TMA. Shared memory, in bytes, with the

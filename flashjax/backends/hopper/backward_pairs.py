@@ -1,21 +1,22 @@
-"""The backward pass in the kernel for the gradient of a bias, where batch rows share the bias and heads are small.
+"""All gradients of a call in one kernel, where batch rows share a bias by query and key, and heads are small.
 
-A block of `backward_scores` owns a tile of the bias and goes through the batch rows. With small heads the
-products are cheap, and what the tile's probabilities cost is paid once: the block adds its shares of dQ, dK
-and dV to float32 numbers in global memory too, as `backward_keys` does with dQ, and keeps the sum of dS in
-registers. Rows are keys. Each of two warpgroups has 64 keys and takes 128 queries in two halves:
+A block owns a tile of the bias and goes through the batch rows, as in `backward_scores`. Where heads are
+small the products are cheap, and the probabilities are what costs: here they are made once, in place of once
+for dQ, dK and dV and once more for the bias. The block adds its shares of dQ, dK and dV to float32 numbers in
+global memory, as `backward_keys` does with dQ, and keeps the sum of dS in registers. Rows are keys. Each of
+two warpgroups has 64 of them and takes 128 queries in two halves:
 
-    issue S = K Qᵀ and dP = V dOᵀ of a half
+    issue S = K Qᵀ and dP = V dOᵀ of a half    S starts from the bias, in shared memory
     wait for S; P; mask; issue dV += P dO
-    wait for dP; dS to the sum, and to shared memory; issue dK += dS Q
+    wait; dS to its sum, and to shared memory
 
-after which it adds dK and dV, and computes and adds dQ of one of the halves.
+Then it computes and adds dK, adds dV, and computes and adds dQ of one of the halves.
 
-Barriers beside those of `backward_scores`: held, the tile of the bias; handed and taken, dS on its way from both
-warpgroups to both.
+Barriers beside those of `backward_scores`: held, the tile of the bias; handed and taken, dS on its way from
+both warpgroups to both.
 
-Shared memory, in bytes, with padded head dims D and Dv: a stage takes 512 * (D + Dv) and 1024 for lse and delta; the tile
-of the bias 16,384 times the size of its numbers; dS 32,768.
+Shared memory, in bytes, with padded head dims D and Dv: a stage takes 512 * (D + Dv), and 1024 for lse and
+delta; the tile of the bias 16,384 times the size of its numbers; dS 32,768.
 
 Source: as of `backward`.
 """
@@ -47,9 +48,7 @@ from flashjax.problem import Inputs, Problem, Wanted
 HALVES = 2  # of the queries of a tile
 TILE = (ROWS, ROWS)
 CONFIG = ScoresConfig(stages=2, registers=(240, 24), block_k=HALVES * ROWS)
-WIDEST = (
-    64  # padded head dim: with larger ones the sums for dQ, dK and dV would take longer than S and dP anew
-)
+WIDEST = 32  # padded head dim: larger ones spill, and what is added in global memory grows with it
 FEWEST = 4  # batch rows that share the bias
 
 
@@ -192,13 +191,11 @@ def gradients(
         *totals, sums = refs
         sums[...] = kernel(arrays._replace(**dict(zip(("dq", "dk", "dv"), totals, strict=True))))
 
-    # The kernel adds to the totals in place; the sums are written as a whole, and their zeros never come to be.
+    # The kernel adds to the totals in place; the sums are written as a whole: their zeros never come to be.
     starts_at = [jnp.zeros(shape, jnp.float32) for shape in (*plan.totals[1:], plan.result)]
     *totals, sums = pl.run_state(body)((zeros, *starts_at))
-    found = [
-        backward_finish.finish(problem, total, x.shape, scale, scales=x is not inputs.value)
-        for total, x in zip(totals, (inputs.query, inputs.key, inputs.value), strict=True)
-    ]
+    finish = lambda total, x, scales: backward_finish.finish(problem, total, x.shape, scale, scales)
+    found = map(finish, totals, (inputs.query, inputs.key, inputs.value), (True, True, False))
     return *found, sums.sum(0).swapaxes(2, 3).astype(bias.dtype)
 
 

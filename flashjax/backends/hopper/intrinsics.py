@@ -234,9 +234,8 @@ def _dropped(x: Any, column: Any, row_a: Any, row_b: Any, least: Any, turned: bo
     values = {(n, i): vector.extract(pair, [], [i]) for n, pair in enumerate(registers) for i in (0, 1)}
 
     def join(column, a, b):
-        x = arith.muli(arith.xori(column, a), _uint32(0x7FEB352D))
-        x = arith.xori(arith.xori(x, arith.shrui(x, _int32(15))), b)
-        return arith.muli(x, _uint32(0x846CA68B))
+        x = arith.muli(column, a)
+        return arith.muli(arith.xori(x, arith.shrui(x, _int32(15))), b)
 
     def decide(word, low, high):
         """Zero two numbers where the word says so."""
@@ -591,10 +590,6 @@ def _int32_type() -> Any:
 
 def _int32(value: int) -> Any:
     return arith.constant(_int32_type(), value)
-
-
-def _uint32(value: int) -> Any:
-    return _int32(value - 2**32 if value >= 2**31 else value)
 
 
 def _float32(value: float) -> Any:
