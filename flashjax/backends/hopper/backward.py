@@ -29,8 +29,8 @@ A thread that waits for barriers keeps a register for each array of them, so the
 
 Shared memory, in bytes, with padded head dims D and Dv: K and V 2 * block_k * (D + Dv); Q and dO
 2 * stages * block_q * (D + Dv); dS 4 * block_k * block_q; by roles P, 2 or 4 * block_k * block_q; lse, delta
-and the mask's vectors over queries 4 * block_q a stage; those over keys 4 * block_k. A block may have
-232,448.
+and the mask's vectors over queries 4 * block_q a stage; those over keys 4 * block_k; a bias that is staged
+block_q * block_k of its numbers a stage. A block may have 232,448.
 
 Source: Dao et al., "FlashAttention" (2022), algorithm 4; Dao, "FlashAttention-2" (2023), algorithm 2; Shah et
 al., "FlashAttention-3" (2024), section 3 and appendix B.1.
@@ -347,9 +347,7 @@ def _shared(plan: Plan) -> Shared:
     """Return the scratch types of the buffers."""
     problem, config, shapes = plan.problem, plan.config, plan.shapes
     (block_q, block_k), roles = (config.block_q, config.block_k), config.roles
-    swizzled = transfers.swizzled(
-        plan.columns[0]
-    )  # dS is multiplied by K, and the two must be swizzled alike
+    swizzled = transfers.swizzled(plan.columns[0])  # like K, by which dS is multiplied
     exchanged = lambda count: plgpu.SMEM((count, block_k, block_q), problem.dtype, transforms=swizzled)
     return Shared(
         q=transfers.buffer(problem.dtype, shapes["q"]),
@@ -509,8 +507,8 @@ def load(
             plgpu.copy_gmem_to_smem(array.at[item.b, h, rows], ref.at[slot], arrives)
         for name, ref in shared.cols.items():
             # Of a vector over columns they are the queries, of a tile the rows.
-            tile = reader.source(name, rows=rows, columns=rows if name in plan.cols else keys)
-            plgpu.copy_gmem_to_smem(tile, ref.at[slot], arrives)
+            source = reader.source(name, rows=rows, columns=rows if name in plan.cols else keys)
+            plgpu.copy_gmem_to_smem(source, ref.at[slot], arrives)
         pl.when(n == 0)(load_keys)
         transfers.fetch(inputs.do, item.b, q0, h, shared.do, slot, arrives)
         meanwhile()

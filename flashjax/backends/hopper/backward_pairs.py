@@ -33,6 +33,7 @@ from jax import lax
 from flashjax.backends.hopper import (
     backward_finish,
     backward_scores,
+    hidden,
     intrinsics,
     logits,
     packing,
@@ -40,6 +41,7 @@ from flashjax.backends.hopper import (
     reading,
     recompute,
     transfers,
+    walk,
 )
 from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper.config import ROWS, ScoresConfig
@@ -59,6 +61,10 @@ class Plan(backward_scores.Plan):
     @property
     def by_key(self) -> bool:
         return True
+
+    @property
+    def clears_queries(self) -> bool:
+        return self.traits.clears_queries
 
     @property
     def held(self) -> list[str]:
@@ -141,15 +147,14 @@ class Barriers(NamedTuple):
 def plan_of(problem: Problem, wanted: Wanted) -> Plan | None:
     """Return the plan of the kernel, or None where it does not do a call or would not be the faster way.
 
-    It adds in no fixed order, and does not look for keys and queries that may hold NaN.
+    It adds in no fixed order.
     """
     if not wanted.scores or problem.deterministic or wanted.scale or problem.dropout_rate > 0:
         return None
     operands = problem.scores.operands()
-    traits = recompute.traits(problem, by_key=True)
-    cleared = traits.scans or traits.clears_keys or traits.clears_queries
-    if len(operands) > 1 or not logits.adds(problem) or cleared:
+    if len(operands) > 1 or not logits.adds(problem):
         return None
+    traits = recompute.traits(problem, by_key=False)
     ((name, operand),) = operands.items()
     staged = packing.kinds(problem, by_key=True, staged=True)[packing.SCORES + name].form == "staged"
     shared_by = problem.batch // operand.array.shape[0]
@@ -181,9 +186,9 @@ def gradients(
     problem = plan.problem
     scale = inputs.scale.reshape(-1) if problem.scaled else None
     operands = packing.pack_all(problem, inputs, plan.view)
-    arrays = Global(
-        inputs.query, inputs.key, inputs.value, dout, *starts, scale, operands, {}, None, None, None
-    )
+    bounds = walk.bounds(inputs.mask, problem, plan.view) if plan.traits.scans else {}
+    qkv = inputs.query, inputs.key, inputs.value
+    arrays = Global(*qkv, dout, *starts, scale, operands, bounds, None, None, None)
     bias = inputs.scores.operands()[plan.name].array
     kernel = _kernel(plan)
 
@@ -202,16 +207,16 @@ def gradients(
 def _shared(plan: Plan) -> Shared:
     """Return the scratch types of the buffers."""
     problem, config, shapes = plan.problem, plan.config, plan.shapes
-    vector = plgpu.SMEM((config.stages, plan.queries), jnp.float32)
+    vector = lambda dtype: plgpu.SMEM((config.stages, plan.queries), dtype)
     kind = plan.kinds[plan.operand]
     ds = plgpu.SMEM(
         (HALVES, config.block_q, ROWS), problem.dtype, transforms=transfers.swizzled(plan.padded[0])
     )
     return Shared(
         *(transfers.buffer(problem.dtype, shapes[name]) for name in ("q", "k", "v", "do")),
-        lse=vector,
-        delta=vector,
-        cols={},
+        lse=vector(jnp.float32),
+        delta=vector(jnp.float32),
+        cols={n: vector(k.dtype) for n, k in plan.kinds.items() if k.form == "cols"},
         places=plgpu.SMEM((2 * config.stages, 5), jnp.int32),
         bias=packing.stage(kind, 1, config.block_k, config.block_q),
         ds=ds,
@@ -221,10 +226,12 @@ def _shared(plan: Plan) -> Shared:
 def _kernel(plan: Plan) -> Any:
     config, shapes = plan.config, plan.shapes
     stages, warpgroups = config.stages, config.warpgroups
-    copies = sum(x.copies for x in shapes.values()) + 2
+    scratch = _shared(plan)
+    copies = backward_scores.copies(plan, scratch)
     both = plgpu.Barrier(num_arrivals=warpgroups)
+    # The second half is for stages that have landed, and that the loader clears before they are full.
     barriers = Barriers(
-        full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        full=plgpu.Barrier(num_arrivals=copies, num_barriers=(2 if plan.clears_queries else 1) * stages),
         empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         held=plgpu.Barrier(),
         handed=both,
@@ -268,9 +275,12 @@ def _kernel(plan: Plan) -> Any:
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(plan.result, jnp.float32),
-        scratch_types=[_shared(plan), barriers],
+        scratch_types=[scratch, barriers],
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            # Only the loader reduces over warps, and only where it looks at queries.
+            **({} if plan.clears_queries else {"reduction_scratch_bytes": 0}),
         ),
         grid=(plan.blocks,),
         grid_names=("block",),
@@ -298,6 +308,10 @@ def compute(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> t
         b, h, i, j, partial = (lambda which=which: entry(n, which) for which in range(5))
         k, v = shared.k.tile(slot), shared.v.tile(slot)
         plgpu.barrier_wait(barriers.taken)
+        if plan.traits.clears_keys:
+            for ref in (k, v):
+                hidden.clear_keys(ref.at[own])
+            plgpu.commit_smem()
 
         def half(part, dv_acc):
             queries = pl.ds(part * ROWS, ROWS)
@@ -308,10 +322,11 @@ def compute(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> t
                 start = i() * plan.view.block_rows + warpgroup * ROWS
                 reader = reading.Reader(plan.kinds, inputs.operands, b(), h(), start)
                 bias = plgpu.load(shared.bias.at[0, queries, own].T, layout=plgpu.Layout.WGMMA)
-                return reading.Rows(reader, {plan.operand: bias.astype(jnp.float32)})
+                return reading.Rows(reader, {plan.operand: bias.astype(jnp.float32), **reader.rows()})
 
+            cols = {name: ref.at[:, queries] for name, ref in shared.cols.items()}
             column = lambda: j() * plan.view.block_columns + part * ROWS
-            tile = recompute.Tile(plan, shared.cols, slot, column, rows)
+            tile = recompute.Tile(plan, cols, slot, column, rows)
 
             def slopes(s_acc, dp_acc):
                 lse = lambda: along(shared.lse)

@@ -34,7 +34,7 @@ from jax import lax
 
 from flashjax.backends import hopper
 from flashjax.backends.hopper import config as configs
-from flashjax.backends.hopper import intrinsics, packing, plans, reading, recompute, transfers, walk
+from flashjax.backends.hopper import hidden, intrinsics, packing, plans, reading, recompute, transfers, walk
 from flashjax.backends.hopper.config import ROWS, ScoresConfig
 from flashjax.problem import Inputs, Problem
 
@@ -71,6 +71,11 @@ class Plan(plans.Plan):
         if self.by_key:
             lengths = lengths[::-1]
         return walk.View(self.by_key, *lengths, config.block_q, config.block_k)
+
+    @property
+    def clears_queries(self) -> bool:
+        """Whether the loader zeroes queries that see nothing: not where none of their numbers is summed."""
+        return False
 
     @property
     def walks(self) -> bool:
@@ -314,9 +319,8 @@ def _kernel(plan: Plan, dtype: Any) -> Any:
         places=plgpu.SMEM((2 * stages, 5), jnp.int32),
         sums=sums.get(plan.form, plgpu.SMEM((warpgroups, plan.sums, ROWS), jnp.float32)),
     )
-    copies = sum(x.copies for x in shapes.values()) + 2 + len(cols)
     barriers = Barriers(
-        full=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        full=plgpu.Barrier(num_arrivals=copies(plan, shared), num_barriers=stages),
         empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
     )
 
@@ -406,7 +410,9 @@ def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: 
         slot = lax.rem(n, jnp.int32(config.stages))
         plgpu.barrier_wait(barriers.empty.at[slot])
         _write_place(plan, shared, n, (b, h, i, j, jnp.where(partial, 1, 0)))
-        full = barriers.full.at[slot]
+        # Only where the mask is due may a query see nothing.
+        landed = jnp.where(partial, config.stages, 0) if plan.clears_queries else 0
+        full = barriers.full.at[slot + landed]
         kv_head = lax.div(h, jnp.int32(problem.group))
         r0, c0 = i * plan.view.block_rows, j * plan.view.block_columns
         q0, k0 = (c0, r0) if plan.by_key else (r0, c0)
@@ -424,6 +430,14 @@ def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: 
         for name, ref in shared.cols.items():
             source = reader.at(name).at[pl.ds(c0, config.block_k)]
             plgpu.copy_gmem_to_smem(source, ref.at[slot], full)
+
+        def clear():
+            plgpu.barrier_wait(full)
+            hidden.clear_queries(shared, slot)
+            _arrive(plan, shared, barriers.full.at[slot])
+
+        if plan.clears_queries:
+            pl.when(partial)(clear)
 
     def visit(b, h, i, j, n):
         """Load a tile, the n-th so far, that may be hidden, and return the next number."""
@@ -445,8 +459,18 @@ def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: 
     slot = lax.rem(count, jnp.int32(config.stages))
     plgpu.barrier_wait(barriers.empty.at[slot])
     _write_place(plan, shared, count, (jnp.int32(-1), *[jnp.int32(0)] * 4))
-    for _ in range(sum(x.copies for x in plan.shapes.values()) + 2 + len(shared.cols)):
-        plgpu.barrier_arrive(barriers.full.at[slot])
+    _arrive(plan, shared, barriers.full.at[slot])
+
+
+def _arrive(plan: Plan, shared: Any, full: Any) -> None:
+    """Arrive as all copies of a tile would."""
+    for _ in range(copies(plan, shared)):
+        plgpu.barrier_arrive(full)
+
+
+def copies(plan: Plan, shared: Any) -> int:
+    """Return how many copies bring a tile."""
+    return sum(x.copies for x in plan.shapes.values()) + 2 + len(shared.cols)
 
 
 def _each_sharing(plan: Plan, owner: Owner, each: Any) -> Any:

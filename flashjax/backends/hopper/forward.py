@@ -21,7 +21,8 @@ Barriers, each an array over stages or warpgroups (full: loader to compute, empt
 
 Shared memory, in bytes, with padded head dims D and Dv: Q and O share 128 * warpgroups * max(D, Dv), or have
 128 * warpgroups * D and * Dv in a persistent kernel; K and V take 2 * stages * block_k * (D + Dv); lse 256 a
-warpgroup; the mask's vectors over keys 4 * stages * block_k each. A block may have 232,448.
+warpgroup; the mask's vectors over keys 4 * stages * block_k each; a bias that is staged 64 * warpgroups *
+block_k of its numbers a stage. A block may have 232,448.
 
 Rows beyond T and keys beyond S are zeros that the TMA fills in, and are clipped when stored; keys beyond
 S are masked. Head dims are padded in shared memory only, by the same zero fill.

@@ -292,8 +292,7 @@ def _keys(plan: Any, inputs: Any, item: Any, round_: Any) -> jax.Array:
 
 
 def look_at(plan: Any, inputs: Any, b: Any, h: Any, i: Any, j: Any) -> tuple[Any, Any]:
-    """Say of one tile whether it is hidden, and whether the mask is due; i counts rows, which are queries if
-    the kernel scans, and j columns."""
+    """Say of one tile whether it is hidden, and whether the mask is due; i counts rows, and j columns."""
     problem, view = plan.problem, plan.view
     last_keys = i == view.count_rows - 1 if view.by_key else j == view.count_columns - 1
     ragged = last_keys if plan.ragged else j < 0
