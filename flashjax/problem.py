@@ -857,8 +857,8 @@ def check_module(module: Any) -> None:
         raise UnsupportedError(
             f"module is a {type(module).__name__}, which asks to sow the attention weights "
             "(sow_weights=True), but they are never stored. Use Flax's own dot_product_attention as "
-            "attention_fn of that layer, or compute the rows of interest as exp(logits - lse) with lse from "
-            "flashjax.flash_attention(..., return_residual=True)"
+            "attention_fn of that layer, or compute the rows of interest by flashjax.attention_weights with "
+            "lse from flashjax.flash_attention(..., return_residual=True)"
         )
 
 

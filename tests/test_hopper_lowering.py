@@ -115,6 +115,28 @@ def test_hopper_lowers_gradients(case):
     assert kernels(lower(call, arrays, data, case.cotangents())) == 4 + GRADED[case.name]
 
 
+# Boolean masks of every form, of tiles that are all whole: no positions are compared then.
+WHOLE = [(2, 1, 1, 128), (1, 1, 256, 1), (1, 2, 256, 128)]
+WHOLE += [
+    pytest.param(x, marks=pytest.mark.slow)
+    for x in [(1, 1, 1, 1), (2, 2, 1, 1), (2, 2, 256, 1), (1, 2, 1, 128)]
+]
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", WHOLE, ids=str)
+def test_hopper_lowers_masks_under_a_mesh(shape):
+    # Under a mesh JAX leaves what it does not leave otherwise, such as broadcasts of a scalar to a scalar.
+    def loss(q, k, v, mask):
+        return attend(q, k, v, mask=mask).astype(jnp.float32).sum()
+
+    mask = jax.ShapeDtypeStruct(shape, jnp.bool_)
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        program = lower(jax.grad(loss, (0, 1, 2)), *shapes(batch=2, length=256, keys=128), mask)
+    assert kernels(program) == 4
+
+
 @needs_kernel
 def test_hopper_has_no_kernel_for_a_gradient_that_nobody_asks_for():
     def loss(q, k, v, bias, slopes):
