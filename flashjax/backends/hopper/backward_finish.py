@@ -13,6 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax.backends import hopper
 from flashjax.backends.hopper import intrinsics, logits, schedule, transfers
 from flashjax.backends.hopper.config import ROWS
 from flashjax.problem import Problem
@@ -63,7 +64,7 @@ def dq(problem: Problem, total: jax.Array, scale: jax.Array | None) -> jax.Array
         plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
-        body,
+        hopper.without_mesh(body),
         out_type=jax.ShapeDtypeStruct(
             (problem.batch, problem.query_length, problem.heads, problem.head_dim), problem.dtype
         ),

@@ -31,6 +31,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax.backends import hopper
 from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper import intrinsics, packing, plans, reading, recompute, transfers, walk
 from flashjax.backends.hopper.config import ROWS, ScoresConfig
@@ -303,7 +304,7 @@ def _kernel(plan: Plan, dtype: Any) -> Any:
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
-        body,
+        hopper.without_mesh(body),
         out_type=jax.ShapeDtypeStruct(plan.result, dtype),
         scratch_types=[shared, barriers],
         compiler_params=plgpu.CompilerParams(

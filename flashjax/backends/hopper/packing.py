@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from flashjax import dropout
+from flashjax.backends import hopper
 from flashjax.masks import CustomMask
 from flashjax.operands import Operand, indices
 from flashjax.problem import Inputs, Problem
@@ -121,7 +122,7 @@ def _traced_function(problem: Problem) -> Any:
         return apply(s, numbers), new, pull(jnp.ones_like(new))
 
     place = (index, index, tile(jnp.int32), tile(jnp.int32))
-    return jax.make_jaxpr(both)(tile(jnp.float32), place, arrays)
+    return hopper.without_mesh(jax.make_jaxpr(both))(tile(jnp.float32), place, arrays)
 
 
 def _names(jaxpr: Any) -> set[str]:
