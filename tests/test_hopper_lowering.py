@@ -123,18 +123,43 @@ WHOLE += [
 ]
 
 
+def under_a_mesh():
+    axes = (jax.sharding.AxisType.Explicit,)
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), axis_types=axes))
+
+
 @needs_kernel
 @pytest.mark.parametrize("shape", WHOLE, ids=str)
 def test_hopper_lowers_masks_under_a_mesh(shape):
-    # Under a mesh JAX leaves what it does not leave otherwise, such as broadcasts of a scalar to a scalar.
     def loss(q, k, v, mask):
         return attend(q, k, v, mask=mask).astype(jnp.float32).sum()
 
     mask = jax.ShapeDtypeStruct(shape, jnp.bool_)
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with jax.sharding.use_abstract_mesh(mesh):
+    with under_a_mesh():
         program = lower(jax.grad(loss, (0, 1, 2)), *shapes(batch=2, length=256, keys=128), mask)
     assert kernels(program) == 4
+
+
+MESHED = [
+    "function-weights-float16",
+    pytest.param("bias-position-sinks-window-group-dropout-bfloat16", marks=pytest.mark.slow),
+    pytest.param("position-function-scale-softcap-lengths-window-float16", marks=pytest.mark.slow),
+]
+
+
+@needs_kernel
+@pytest.mark.parametrize("name", MESHED)
+def test_hopper_lowers_mixtures_under_a_mesh(name):
+    case = next(c for c in HALVES if c.name == name)
+    arrays, options = case.arguments()
+    cotangents = case.cotangents()
+
+    def call(arrays, cotangents):
+        return jax.vjp(lambda a: attend(**a, **options, return_residual=True), arrays)[1](cotangents)
+
+    with under_a_mesh():
+        program = lower(call, arrays, cotangents)
+    assert kernels(program) > 4
 
 
 @needs_kernel

@@ -4,6 +4,8 @@ What the kernels cannot do is said here, before anything runs and without import
 does not have what they are written in.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,6 +72,20 @@ def run_backward(
     from flashjax.backends.hopper import backward
 
     return backward.backward(problem, inputs, out, lse, dout, dlse, wanted)
+
+
+def without_mesh(function: Callable) -> Callable:
+    """Trace a function as if no mesh were set: the body of a kernel knows of no other devices.
+
+    Where a mesh has explicit axes, JAX would put shardings into it, which Mosaic GPU does not lower.
+    """
+
+    @functools.wraps(function)
+    def alone(*args):
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return function(*args)
+
+    return alone
 
 
 def multiprocessors() -> int:

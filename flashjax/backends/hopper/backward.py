@@ -47,6 +47,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax import scores
+from flashjax.backends import hopper
 from flashjax.backends.hopper import (
     backward_finish,
     backward_keys,
@@ -413,7 +414,7 @@ def _kernel(plan: Plan) -> Any:
     )
     looks = traits.scans or clears
     return plgpu.kernel(
-        body,
+        hopper.without_mesh(body),
         out_type=[
             shape(problem.kv_heads, problem.head_dim),
             shape(problem.kv_heads, problem.value_dim),

@@ -15,6 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax.backends import hopper
 from flashjax.backends.hopper import intrinsics, logits, schedule, transfers
 from flashjax.backends.hopper.config import ROWS
 from flashjax.problem import Problem
@@ -70,7 +71,7 @@ def finish(
         plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
-        body,
+        hopper.without_mesh(body),
         out_type=jax.ShapeDtypeStruct(shape, problem.dtype),
         scratch_types=[transfers.buffer(problem.dtype, tile)],
         compiler_params=plgpu.CompilerParams(

@@ -30,6 +30,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax.backends import hopper
 from flashjax.backends.hopper import (
     backward_finish,
     backward_scores,
@@ -273,7 +274,7 @@ def _kernel(plan: Plan) -> Any:
                 )
 
     return plgpu.kernel(
-        body,
+        hopper.without_mesh(body),
         out_type=jax.ShapeDtypeStruct(plan.result, jnp.float32),
         scratch_types=[scratch, barriers],
         compiler_params=plgpu.CompilerParams(

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax import scores
+from flashjax.backends import hopper
 from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper import (
     hidden,
@@ -202,7 +203,7 @@ def _kernel(plan: Plan) -> Any:
     rows = (SUMS, problem.batch, problem.heads, plan.view.count_rows * plan.view.block_rows)
     out = [jax.ShapeDtypeStruct(shape, problem.dtype)]
     return plgpu.kernel(
-        body,
+        hopper.without_mesh(body),
         out_type=out + [jax.ShapeDtypeStruct(rows, jnp.float32)] * plan.sums,
         scratch_types=[shared, barriers],
         compiler_params=plgpu.CompilerParams(

@@ -344,7 +344,7 @@ def _kernel(plan: Plan, dtype: Any) -> Any:
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
-        body,
+        hopper.without_mesh(body),
         out_type=jax.ShapeDtypeStruct(plan.result, dtype),
         scratch_types=[shared, barriers],
         compiler_params=plgpu.CompilerParams(

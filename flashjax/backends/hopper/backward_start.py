@@ -13,6 +13,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from flashjax.backends import hopper
 from flashjax.backends.hopper import backward_finish, intrinsics, logits, schedule, transfers
 from flashjax.backends.hopper.config import ROWS
 from flashjax.backends.hopper.logits import LOG2E
@@ -111,7 +112,7 @@ def starts(
     vector = jax.ShapeDtypeStruct((problem.batch, problem.heads, length), jnp.float32)
     zeros = [] if total is None else [jax.ShapeDtypeStruct(total, jnp.float32)]
     kernel = plgpu.kernel(
-        body,
+        hopper.without_mesh(body),
         out_type=[vector, vector, *zeros],
         scratch_types=[
             Shared(buffer, buffer, plgpu.SMEM((2, ROWS), jnp.float32)),

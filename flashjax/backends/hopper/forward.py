@@ -42,6 +42,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from flashjax import dropout, softmax
+from flashjax.backends import hopper
 from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper import (
     hidden,
@@ -254,7 +255,7 @@ def _kernel(plan: Plan, rows: int) -> Any:
 
     by_row = 2 if problem.max_logit else 1
     return plgpu.kernel(
-        body,
+        hopper.without_mesh(body),
         out_type=[
             jax.ShapeDtypeStruct(
                 (problem.batch, problem.query_length, problem.heads, problem.value_dim), problem.dtype

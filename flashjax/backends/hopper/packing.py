@@ -25,6 +25,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from flashjax import dropout
+from flashjax.backends import hopper
 from flashjax.backends.hopper import transfers
 from flashjax.masks import CustomMask
 from flashjax.operands import Operand, indices
@@ -124,7 +125,7 @@ def _traced_function(problem: Problem) -> Any:
         return apply(s, numbers), new, pull(jnp.ones_like(new))
 
     place = (index, index, tile(jnp.int32), tile(jnp.int32))
-    return jax.make_jaxpr(both)(tile(jnp.float32), place, arrays)
+    return hopper.without_mesh(jax.make_jaxpr(both))(tile(jnp.float32), place, arrays)
 
 
 def _names(jaxpr: Any) -> set[str]:
