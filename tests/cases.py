@@ -380,6 +380,10 @@ def _unsigned(c: Case, rng: np.random.Generator) -> Segments:
     return Segments(ids[: c.query_length], ids)
 
 
+_BOTH_LENGTHS = {
+    "query_seq_lengths": _lengths("query_length"),
+    "key_value_seq_lengths": _lengths("key_length"),
+}
 # Shapes of a tensor-core kernel: several tiles of 64 to 192 queries by 64 to 128 keys, every head dim.
 WIDE_CASES = [
     *(wide(f"d{d}-causal", 320, d, options={"is_causal": True}) for d in (8, 24, 32, 40, 64, 128, 256)),
@@ -451,6 +455,8 @@ WIDE_CASES = [
             (64, (2, 4, 264, 320), "float16", {"heads": 4, "options": {"local_window_size": (100, None)}}),
         )
     ),
+    wide("bias-shared-lengths", (264, 320), 32, batch=4, bias=(1, 4, 264, 320), options=_BOTH_LENGTHS),
+    wide("bias-shared-padding", (264, 320), 32, batch=4, bias=(1, 4, 264, 320), mask=_padded_keys),
     wide("buckets-d64", (300, 200), 64, learned={"position_bias": _buckets}),
     wide(
         "mixed-d128",

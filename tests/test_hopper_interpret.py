@@ -158,6 +158,9 @@ def _function(c, rng):
 SCORED = [
     scored("pair", 64, rows=2, bias=(1, 1, 70, 130), bias_dtype="bfloat16"),
     scored("staged", 128, lengths=(72, 192), bias=(1, 2, 72, 192)),
+    scored(
+        "shared-padding", 32, rows=4, lengths=(72, 160), bias=(1, 2, 72, 160), mask=KNOWN["padding-d64"].mask
+    ),
     scored("shared", 32, rows=4, lengths=(136, 192), bias=(1, 2, 136, 192), bias_dtype="bfloat16"),
     scored("lowest", 64, heads=1, learned={"bias": _lowest}),
     scored("by-position", 64, learned=KNOWN["position-bias-d64"].learned),
@@ -351,7 +354,7 @@ def _start(runs):
 
 
 SLOW = [
-    *((name, "whole") for name in ("lowest", "slopes", "dropout-d256")),
+    *((name, "whole") for name in ("lowest", "slopes", "dropout-d256", "shared-padding")),
     ("lengths-d256", "deterministic"),
     ("sees-little", "static"),
     ("custom-bfloat16", "queue"),
