@@ -79,6 +79,11 @@ class Plan(plans.Plan):
         return self.problem.scores is not None
 
     @property
+    def tight(self) -> bool:
+        """Whether shared memory has no room for lse beside vectors over keys: it is stored from registers."""
+        return self.config.block_k > 128 and any(k.form == "cols" for k in self.kinds.values())
+
+    @property
     def value_columns(self) -> int:
         """Columns of O in registers."""
         return configs.padded(self.problem.value_dim)
@@ -197,8 +202,8 @@ def _shared(plan: Plan) -> Shared:
         k=buffer("k"),
         v=buffer("v"),
         o=buffer("o") if plan.own_output else None,
-        lse=plgpu.SMEM((warpgroups, ROWS), jnp.float32),
-        top=plgpu.SMEM((warpgroups, ROWS), jnp.float32) if problem.max_logit else None,
+        lse=None if plan.tight else plgpu.SMEM((warpgroups, ROWS), jnp.float32),
+        top=plgpu.SMEM((warpgroups, ROWS), jnp.float32) if problem.max_logit and not plan.tight else None,
         cols=cols,
         tile=plgpu.SMEM((stages,), jnp.int32) if traits.scans else None,
         order=plgpu.SMEM((2,), jnp.int32) if plan.orders else None,
@@ -629,12 +634,15 @@ def _store(plan: Plan, results: Results, shared: Shared, item: schedule.Item, si
     if plan.persistent:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     shared.o.tile(warpgroup)[...] = (o * softmax.spread(inverse, o)).astype(problem.dtype)
-    shared.lse.at[warpgroup][...] = total if plan.natural else total / LOG2E
-    if problem.max_logit:
-        shared.top.at[warpgroup][...] = top if plan.natural else top / LOG2E
-    plgpu.commit_smem()
     q0 = item.i * config.block_q + warpgroup * ROWS
+    by_row = [(shared.lse, results.lse, total), (shared.top, results.top, top)][: 1 + problem.max_logit]
+    for buffer, array, x in by_row:
+        x = x if plan.natural else x / LOG2E
+        if plan.tight:
+            array.at[item.b, item.h, pl.ds(q0, ROWS)][...] = x
+        else:
+            buffer.at[warpgroup][...] = x
+    plgpu.commit_smem()
     transfers.store(shared.o, warpgroup, results.out, item.b, q0, item.h)
-    for rows, array in ((shared.lse, results.lse), (shared.top, results.top)):
-        if array is not None:
-            plgpu.copy_smem_to_gmem(rows.at[warpgroup], array.at[item.b, item.h, pl.ds(q0, ROWS)])
+    for buffer, array, _ in () if plan.tight else by_row:
+        plgpu.copy_smem_to_gmem(buffer.at[warpgroup], array.at[item.b, item.h, pl.ds(q0, ROWS)])
