@@ -22,6 +22,8 @@ Barriers (full: loader to compute, empty: compute to loader):
                        a stage of Q and dO, with lse, delta, the mask's vectors over queries and the tile's
                        number; the second half of tile_full is for stages that have landed and that the loader
                        clears before they are full (see `hidden`)
+    alone_full, alone_empty
+                       a tile of what is staged, where there is room for one
     handed, taken      dS (by keys), or P and dS (by roles), on their way from one compute warpgroup to the
                        other; the last of `taken`: the compute warpgroups wait for one another
 
@@ -79,9 +81,11 @@ class Plan(plans.Plan):
 
     Attributes:
       adds: whether it adds up dQ.
+      alone: whether there is room for one tile of what is staged, whatever the stages.
     """
 
     adds: bool
+    alone: bool = False
 
     @property
     def view(self) -> walk.View:
@@ -159,7 +163,8 @@ class Plan(plans.Plan):
     @property
     def copies_of_queries(self) -> int:
         """Copies that bring Q, dO, lse, delta, the mask's vectors over queries, and what is staged."""
-        return self.shapes["q"].copies + self.shapes["do"].copies + 2 + len(self.cols) + len(self.staged)
+        staged = 0 if self.alone else len(self.staged)
+        return self.shapes["q"].copies + self.shapes["do"].copies + 2 + len(self.cols) + staged
 
     @property
     def rows(self) -> list[str]:
@@ -248,6 +253,8 @@ class Barriers(NamedTuple):
     tile_empty: Any
     handed: Any
     taken: Any
+    alone_full: Any
+    alone_empty: Any
 
     @property
     def order_full(self) -> Any:
@@ -337,11 +344,12 @@ def _scale_gradient(scale: jax.Array, lse: jax.Array, sums: jax.Array) -> jax.Ar
 
 def _plan(problem: Problem, traits: configs.BackwardTraits, config: BackwardConfig, adds: bool) -> Plan:
     """Return a plan in which the loader brings what there is room for."""
-    staged, plain = (
-        Plan(problem, traits, config, packing.kinds(problem, by_key=True, staged=staged), adds)
-        for staged in (True, False)
-    )
-    return staged if config.staged and plans.fits(_shared(staged)) else plain
+    kinds = packing.kinds(problem, by_key=True, staged=config.staged)
+    for alone in (False, True):
+        plan = Plan(problem, traits, config, kinds, adds, alone and not config.roles)
+        if plans.fits(_shared(plan)):
+            return plan
+    return Plan(problem, traits, config, packing.kinds(problem, by_key=True), adds)
 
 
 def _shared(plan: Plan) -> Shared:
@@ -360,7 +368,10 @@ def _shared(plan: Plan) -> Shared:
         ds=exchanged(2) if roles or plan.adds else None,
         rows=_stacked(plan, plan.rows, (block_k,)),
         cols=_stacked(plan, plan.cols, (config.stages, block_q)),
-        tiles={n: packing.stage(plan.kinds[n], config.stages, block_q, block_k) for n in plan.staged},
+        tiles={
+            n: packing.stage(plan.kinds[n], 1 if plan.alone else config.stages, block_q, block_k)
+            for n in plan.staged
+        },
         numbers=plgpu.SMEM((2 * config.stages + 3,), jnp.int32),
     )
 
@@ -378,6 +389,8 @@ def _kernel(plan: Plan) -> Any:
         tile_empty=barrier(warpgroups, config.stages),
         handed=barrier(1 if roles else warpgroups, 4 if roles else 2),
         taken=barrier(warpgroups, recompute.MET + 1),
+        alone_full=barrier(len(plan.staged)) if plan.alone else None,
+        alone_empty=barrier(warpgroups) if plan.alone else None,
     )
     compute = backward_roles.compute if roles else backward_keys.compute
 
@@ -402,6 +415,8 @@ def _kernel(plan: Plan) -> Any:
             for slot in range(config.stages):
                 plgpu.barrier_arrive(barriers.tile_empty.at[slot])  # every stage is free
             plgpu.barrier_arrive(barriers.kv_empty)
+            if plan.alone:
+                plgpu.barrier_arrive(barriers.alone_empty)
             for slot in range(recompute.MET):
                 plgpu.barrier_arrive(barriers.taken.at[slot])
             if config.ordered:
@@ -509,9 +524,15 @@ def load(
         for name, ref in shared.cols.items():
             # Of a vector over columns they are the queries, of a tile the rows.
             source = reader.source(name, rows=rows, columns=rows if name in plan.cols else keys)
-            plgpu.copy_gmem_to_smem(source, ref.at[slot], arrives)
+            if name in plan.cols or not plan.alone:
+                plgpu.copy_gmem_to_smem(source, ref.at[slot], arrives)
         pl.when(n == 0)(load_keys)
         transfers.fetch(inputs.do, item.b, q0, h, shared.do, slot, arrives)
+        if plan.alone:
+            plgpu.barrier_wait(barriers.alone_empty)
+            for name in plan.staged:
+                source = reader.source(name, rows=rows, columns=keys)
+                plgpu.copy_gmem_to_smem(source, shared.cols[name].at[0], barriers.alone_full)
         meanwhile()
 
     def look(n, tile):

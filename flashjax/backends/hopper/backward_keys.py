@@ -59,7 +59,12 @@ def compute(
             lse = lambda: recompute.along_columns(shared.lse.at[slot], shape)
             rows = lambda: rows_of(plan, inputs, shared, place, lax.axis_index("warpgroup") * ROWS)
             tile = recompute.Tile(plan, shared.cols, slot, lambda: place.q0, rows)
+            if plan.alone:
+                plgpu.barrier_wait(barriers.alone_full)
             recompute.begin(s_acc, tile, lse)
+            if plan.alone:
+                intrinsics.gather_warps()  # all have read it
+                plgpu.barrier_arrive(barriers.alone_empty)
             delta = lambda: recompute.along_columns(shared.delta.at[slot], shape)
             recompute.begin_slopes(dp_acc, plan, delta)
             if config.ordered:

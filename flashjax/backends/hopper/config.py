@@ -64,7 +64,7 @@ class BackwardConfig(NamedTuple):
         these ("early"), or has finished its softmax ("late"); or not ("").
       narrow: what is rounded to the dtype of the inputs before P and dP - delta are multiplied, which takes
         fewer registers: "weights" (P), "product" (both, and the product), or nothing ("").
-      staged: as in `Config`, if there is room beside all stages.
+      staged: as in `Config`, if there is room beside all stages, by keys for one tile.
     """
 
     block_q: int = 64

@@ -113,7 +113,8 @@ class Reader(NamedTuple):
                 load = self.numbers
                 x = rows[name] if name in rows else load(name, first, columns.shape[1], view.by_key)
             elif kind.form == "staged":
-                tile, own = cols[name].at[slot], pl.ds(self.offset, ROWS)
+                ref, own = cols[name], pl.ds(self.offset, ROWS)
+                tile = ref.at[slot if ref.shape[0] > 1 else 0]
                 x = plgpu.load(tile.at[:, own].T if view.by_key else tile.at[own], layout=WGMMA)
                 x = x.astype(jnp.float32)
             elif kind.form == "diagonal":
