@@ -354,16 +354,16 @@ def compute(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> t
             for part in range(HALVES):
                 q = shared.q.tile(slot).at[pl.ds(part * ROWS, ROWS)]
                 plgpu.wgmma(dk_acc, shared.ds.at[part, own], q)
+            intrinsics.add_tile(inputs.dv.at[number, warpgroup, 0], dvalue)
             return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
 
         dvalue, sums = pl.run_scoped(halves, plgpu.ACC((ROWS, dv), jnp.float32))
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers.handed)
-        dk = pl.run_scoped(keys, plgpu.ACC((ROWS, d), jnp.float32))
         kv_head = lax.div(h(), jnp.int32(plan.problem.group))
         number = (b() * plan.problem.kv_heads + kv_head) * plan.view.count_rows + i()
+        dk = pl.run_scoped(keys, plgpu.ACC((ROWS, d), jnp.float32))
         intrinsics.add_tile(inputs.dk.at[number, warpgroup, 0], dk)
-        intrinsics.add_tile(inputs.dv.at[number, warpgroup, 0], dvalue)
 
         def last(dq_acc):
             plgpu.wgmma(dq_acc, shared.ds.at[warpgroup].T, k)
