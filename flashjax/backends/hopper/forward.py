@@ -8,7 +8,8 @@ Within a compute warpgroup, tile n:
     issue S = Q Kᵀ of tile n          tensor cores, asynchronous
     issue O += P V of tile n - 1      likewise
     wait for S; mask; softmax         runs under P V
-    wait for P V; rescale O           only where the row maximum grew by more than 2**8
+    wait for P V; rescale O           only where the row maximum grew by more than 2**8, or at all where the
+                                      largest logit is asked for
 
 Barriers, each an array over stages or warpgroups (full: loader to compute, empty: compute to loader):
 
@@ -20,8 +21,9 @@ Barriers, each an array over stages or warpgroups (full: loader to compute, empt
                        what comes next, where only the loader knows it (see `schedule`)
 
 Shared memory, in bytes, with padded head dims D and Dv: Q and O share 128 * warpgroups * max(D, Dv), or have
-128 * warpgroups * D and * Dv in a persistent kernel; K and V take 2 * stages * block_k * (D + Dv); lse 256 a
-warpgroup; the mask's vectors over keys 4 * stages * block_k each. A block may have 232,448.
+128 * warpgroups * D and * Dv in a persistent kernel; K and V take 2 * stages * block_k * (D + Dv); lse, and
+the row maximum where it is asked for, 256 a warpgroup each; the mask's vectors over keys 4 * stages * block_k
+each. A block may have 232,448.
 
 Rows beyond T and keys beyond S are zeros that the TMA fills in, and are clipped when stored; keys beyond
 S are masked. Head dims are padded in shared memory only, by the same zero fill.
@@ -588,14 +590,9 @@ def _store(plan: Plan, results: Results, shared: Shared, item: schedule.Item, si
     problem, config = plan.problem, plan.config
     o, m, l = state
     warpgroup = _own_warpgroup()
-    l, top, alpha = l.sum(axis=1), m, None
-    if problem.max_logit and problem.sinks:
-        exp = _exp if plan.natural else jnp.exp2
-        alpha, m, l = softmax.sink_last(m, l, _sink(plan, sinks, item), exp=exp)
-    log = (lambda x: jnp.log2(x) / LOG2E) if plan.natural else jnp.log2
-    inverse, total = softmax.finish(m, l, log=log)
-    if alpha is not None:
-        inverse = inverse * alpha
+    exp, log = (_exp, lambda x: jnp.log2(x) / LOG2E) if plan.natural else (jnp.exp2, jnp.log2)
+    sink = _sink(plan, sinks, item) if problem.max_logit else None
+    inverse, total = softmax.finish(m, l.sum(axis=1), sink, exp=exp, log=log)
     if problem.dropout_rate > 0:
         inverse = inverse * (1 / (1 - problem.dropout_rate))
     if plan.persistent:
@@ -603,7 +600,7 @@ def _store(plan: Plan, results: Results, shared: Shared, item: schedule.Item, si
     shared.o.tile(warpgroup)[...] = (o * softmax.spread(inverse, o)).astype(problem.dtype)
     shared.lse.at[warpgroup][...] = total if plan.natural else total / LOG2E
     if problem.max_logit:
-        shared.top.at[warpgroup][...] = top if plan.natural else top / LOG2E
+        shared.top.at[warpgroup][...] = m if plan.natural else m / LOG2E
     plgpu.commit_smem()
     q0 = item.i * config.block_q + warpgroup * ROWS
     transfers.store(shared.o, warpgroup, results.out, item.b, q0, item.h)
