@@ -296,11 +296,10 @@ def _first_order_only(run: Any) -> Any:
 def _attention_fwd(backend: backends.Backend, problem: Problem, primals: Inputs) -> Any:
     inputs = jax.tree.map(lambda x: x.value, primals)
     perturbed = lambda x: x is not None and x.perturbed
-    names = [] if inputs.scores is None else inputs.scores.operands()
     wanted = Wanted(
         scores=tuple(
             name
-            for name, x in zip(names, jax.tree.leaves(primals.scores), strict=True)
+            for name, x in zip(inputs.operand_names, jax.tree.leaves(primals.scores), strict=True)
             if x.perturbed and jnp.issubdtype(x.value.dtype, jnp.floating)
         ),
         scale=perturbed(primals.scale),

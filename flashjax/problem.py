@@ -49,6 +49,11 @@ class Inputs(NamedTuple):
     sinks: Any = None
     dropout_words: Any = None
 
+    @property
+    def operand_names(self) -> list[str]:
+        """Names of what the scores read, in the order of their leaves."""
+        return [] if self.scores is None else list(self.scores.operands())
+
 
 class Gradients(NamedTuple):
     """Gradients of one call, in the shapes and dtypes of the inputs of the same names.
@@ -92,19 +97,15 @@ class Wanted:
         A residual of `jax.custom_vjp` can carry it. A static value cannot: where JAX finds a traced forward
         pass in its cache, it takes the static part of whichever was traced last, for other gradients perhaps.
         """
-        flags = self.scale, self.sinks, *(name in self.scores for name in _operand_names(inputs))
+        flags = self.scale, self.sinks, *(name in self.scores for name in inputs.operand_names)
         return 0, *map(int, flags)
 
     @classmethod
     def from_shape(cls, shape: tuple[int, ...], inputs: Inputs) -> "Wanted":
         """Undo `as_shape`."""
         _, scale, sinks, *flags = shape
-        names = _operand_names(inputs)
-        return cls(tuple(n for n, flag in zip(names, flags, strict=True) if flag), bool(scale), bool(sinks))
-
-
-def _operand_names(inputs: Inputs) -> list[str]:
-    return [] if inputs.scores is None else list(inputs.scores.operands())
+        names = zip(inputs.operand_names, flags, strict=True)
+        return cls(tuple(name for name, flag in names if flag), bool(scale), bool(sinks))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,25 +58,6 @@ def begin(rows: tuple[int, ...], sink: jax.Array | None, like: jax.Array) -> tup
     return (full(-jnp.inf), full(0)) if sink is None else (jnp.broadcast_to(sink, rows), full(1))
 
 
-def sink_last(
-    m: jax.Array, l: jax.Array, sink: jax.Array, *, exp: Callable = jnp.exp
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Let a sink join after the last block, where ``m`` had to be the largest logit of a key until then.
-
-    Args:
-      m, l: the state, begun without the sink.
-      sink: as in `begin`, in the unit of ``m``.
-      exp: as in `step`.
-
-    Returns:
-      ``(alpha, m, l)`` as of `step`.
-    """
-    m_new = jnp.maximum(m, sink)
-    pivot = pivot_of(m_new)
-    alpha = exp(m - pivot)
-    return alpha, m_new, alpha * l + exp(sink - pivot)
-
-
 def step(
     m: jax.Array,
     l: jax.Array,
@@ -120,11 +101,35 @@ def step(
     return p, alpha, m_new, spread(alpha, l) * l + total(p)
 
 
-def finish(m: jax.Array, l: jax.Array, *, log: Callable = jnp.log) -> tuple[jax.Array, jax.Array]:
-    """Turn the running state into ``(1 / l, m + log(l))``; an empty row gives ``(0, -inf)``."""
+def finish(
+    m: jax.Array,
+    l: jax.Array,
+    sink: jax.Array | None = None,
+    *,
+    exp: Callable = jnp.exp,
+    log: Callable = jnp.log,
+) -> tuple[jax.Array, jax.Array]:
+    """Turn the running state into what ``acc`` must be multiplied by, and lse.
+
+    Args:
+      m, l: the state.
+      sink: as in `begin`, if it joins only now, because ``m`` had to be the largest logit of a key.
+      exp, log: in the unit of ``m``.
+
+    Returns:
+      ``(1 / l, m + log(l))``, of l and m with the sink; an empty row gives ``(0, -inf)``.
+    """
+    alpha = None
+    if sink is not None:
+        top = jnp.maximum(m, sink)
+        pivot = pivot_of(top)
+        alpha = exp(m - pivot)
+        m, l = top, alpha * l + exp(sink - pivot)
     seen = l > 0
     l = jnp.where(seen, l, jnp.ones_like(l))
-    return jnp.where(seen, 1 / l, jnp.zeros_like(l)), jnp.where(seen, m + log(l), jnp.full_like(m, -jnp.inf))
+    inverse = jnp.where(seen, 1 / l, jnp.zeros_like(l))
+    lse = jnp.where(seen, m + log(l), jnp.full_like(m, -jnp.inf))
+    return (inverse if alpha is None else inverse * alpha), lse
 
 
 def weights(s: jax.Array, lse: jax.Array) -> jax.Array:

@@ -8,9 +8,10 @@ from flashjax import flash_attention
 from tests import budget
 from tests.cases import CASES, FEATURES, MIXED, MIXTURES
 
+MORE = [pytest.param(case, marks=pytest.mark.slow, id=case.name) for case in MIXED[2:]]
 
-# A GPU runs all mixtures.
-@pytest.mark.parametrize("case", [*CASES, *MIXED[:2]], ids=lambda c: c.name)
+
+@pytest.mark.parametrize("case", [*CASES, *MIXED[:2], *MORE], ids=lambda c: c.name)
 def test_flash_attention_stays_within_error_budget(case):
     def draw(seed):
         arrays, options = case.arguments(seed)

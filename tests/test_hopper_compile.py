@@ -73,7 +73,12 @@ CALLS = {
     "64-alibi-backward": ("64", T, "alibi"),
     "64-dropout-causal-backward": ("64", T, "dropout-causal"),
     "32-pairs-backward": ("32", 768, "pairs"),
-    # further forms of these
+}
+# Further forms of these.
+FURTHER = {
+    **{f"d128-{kind}-short": ("128", 512, kind) for kind in ("causal", "packed")},
+    "d64-full-short": ("64", 512, "full"),
+    "d128-full-2048": ("128", 2048, "full"),
     **{f"d{d}-bias": (d, 2048, "bias") for d in ("128", "256")},
     **{f"d{d}-alibi": (d, T, "alibi") for d in ("64", "128", "256")},
     **{f"d{d}-max": (d, T, "max") for d in ("64", "256")},
@@ -85,7 +90,7 @@ CALLS = {
     **{f"64-{kind}-backward": ("64", T, kind) for kind in ("function", "dropout")},
     **{f"256-{kind}-backward": ("256", T, kind) for kind in ("dropout", "dropout-causal")},
 }
-FURTHER = list(CALLS)[list(CALLS).index("d128-bias") :]
+CALLS |= FURTHER
 
 # As many vectors as a mask may have, in dtypes and over axes that take the most of shared memory.
 VECTORS = {

@@ -154,6 +154,9 @@ def _function(c, rng):
     return ScoreFunction(_bent, strength=Operand(jnp.asarray(rng.standard_normal(c.heads), jnp.float32), "h"))
 
 
+# Asked for the largest logit: in the unit of the logits, with a sink that joins last.
+BIAS_SINKS = scored("bias-sinks", 64, bias=(1, 2, 1, 130), learned=KNOWN["sinks-d64"].learned)
+
 # Run forward and backward, with the gradients of what the scores read.
 SCORED = [
     scored("pair", 64, rows=2, bias=(1, 1, 70, 130), bias_dtype="bfloat16"),
@@ -176,6 +179,8 @@ STATIC = ["d64-odd", "documents", "sees-little"]
 QUEUE = ["d64-odd", "documents", "sees-little", "custom-bfloat16"]
 # Names of cases with NaN in the keys and values that no query sees.
 POISONED = ["lengths-d128", "sees-little", "two-chunks-of-tiles", "dead-keys"]
+# Names of cases that are asked for the largest logit of each head too.
+MAXIMUM = ["sinks", "bias-sinks", "scale-negative-d64", "d64-odd"]
 # Names of cases of which the gradients are computed: by one kernel, by one whose blocks take a key tile after
 # another, with NaN where nothing depends on it, and by two kernels.
 BACKWARD = [
@@ -190,8 +195,6 @@ BACKWARD = [
     "steep-d64",
 ]
 BACKWARD_QUEUE = ["d64-odd", "documents", "d256-causal"]
-# Names of cases that are also asked for the largest logit of each head.
-MAXIMUM = ["sinks", "scale-negative-d64", "d64-odd"]
 BACKWARD_POISONED = ["both-lengths-causal-end-bfloat16", "sees-little", "dead-keys"]
 DETERMINISTIC = ["d64-odd", "lengths-d256", "d256-causal"]
 
@@ -216,7 +219,7 @@ def interpret(runs):
     """Run cases in the interpreter, and print a line of JSON for each: what was wrong, or an empty string."""
     from flashjax.backends.hopper import config, schedule
 
-    cases = {c.name: c for c in (*INTERPRETED, LENGTHS_256, *SCORED)}
+    cases = {c.name: c for c in (*INTERPRETED, LENGTHS_256, BIAS_SINKS, *SCORED)}
     offer()
     choose, items = config.choose, schedule.items
     for name, kind in runs:

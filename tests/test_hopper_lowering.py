@@ -47,6 +47,7 @@ NARROW = [
     "bias-function-position-alibi-lengths-segments-group-dropout",
 ]
 FORMS = [case for case in HALVES if case.name.rpartition("-")[0] in NARROW]
+SCORED = [case for case in HALVES if (case.bias is not None or case.learned) and case not in FORMS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,6 +192,7 @@ LOWERED = [
     pytest.param(case, marks=pytest.mark.slow if n % 4 else (), id=case.name)
     for n, case in enumerate([*FORMS, *WIDE])
 ]
+LOWERED += [pytest.param(case, marks=pytest.mark.slow, id=case.name) for case in SCORED]
 
 
 @needs_kernel

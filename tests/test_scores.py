@@ -28,6 +28,11 @@ def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
+def slow(*values):
+    """Mark values of parameters: forms of which others are tested always."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 Q, KEY, V = normal(0, B, T, N, D), normal(1, B, S, K, D), normal(2, B, S, K, D)
 SLOPES = jnp.array([0.5, 0.25, 0.125, -0.3])
 SINKS = jnp.array([0.5, -3.0, 2.0, 0.0])
@@ -80,7 +85,7 @@ def check_defined(ours, theirs, *arrays):
 # ---- by relative position --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(R,), (N, R), (B, 1, R), (N, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(R,), (N, R), slow((B, N, R)), (B, 1, R), (N, 1)], ids=str)
 def test_position_bias_is_added_where_query_and_key_meet(shape):
     spread = lambda x: x[..., PLACE] if x.shape[-1] > 1 else x[..., None]
     check_defined(lambda x: {"position_bias": x}, lambda x: {"added": spread(x)}, normal(3, *shape))
@@ -115,7 +120,10 @@ def test_buckets_are_those_of_t5(buckets, bidirectional, max_distance):
     assert set(wanted) == set(range(buckets)) - ({buckets // 2} if bidirectional else set())
 
 
-@pytest.mark.parametrize(("bidirectional", "offset"), [(True, 0), (True, -9), (False, S - T)])
+@pytest.mark.parametrize(
+    ("bidirectional", "offset"),
+    [(True, 0), (True, -9), (False, S - T), slow(True, S - T), slow(False, 0), slow(False, -9)],
+)
 def test_bucket_bias_is_an_entry_of_its_table(bidirectional, offset):
     make = functools.partial(
         RelativePositionBias, bidirectional=bidirectional, max_distance=30, offset=offset
@@ -363,7 +371,7 @@ def test_heads_of_a_group_and_rows_have_entries_of_their_own():
 # ---- dtypes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 def test_gradients_of_half_precision_arrays_are_rounded_once(dtype):
     given = jax.tree.map(lambda x: x.astype(dtype), ARRAYS)
     *_, (dq, _, _, got) = results(all_at_once, Q, KEY, V, given)
@@ -394,7 +402,7 @@ def shifted(score, b, h, q, k, at):
     return score + ((k - at.astype(k.dtype)) % 5).astype(score.dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32"])
+@pytest.mark.parametrize("dtype", ["float32", slow("float64")])
 def test_scores_do_not_depend_on_64_bit_mode(dtype):
     def both(dtype):
         q, k, v, arrays = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), dtype), (Q, KEY, V, ARRAYS))
@@ -432,7 +440,7 @@ def two_of(x):
     return jnp.stack([x, x * 0.5 - 0.25])
 
 
-MAPPED = [("slopes", "strength"), ("table", "near", "sinks")]
+MAPPED = [("slopes", "strength"), ("table", "near", "sinks"), tuple(ARRAYS)]
 
 
 @pytest.mark.slow

@@ -140,6 +140,28 @@ def test_finish_of_an_empty_row_is_zero_and_minus_infinity():
     np.testing.assert_allclose(lse, [-np.inf, 2 + np.log(4)], rtol=1e-6)
 
 
+def test_finish_takes_a_sink_as_begin_does():
+    rng = np.random.default_rng(0)
+    s = rng.standard_normal((4, 7)).astype(np.float32)
+    s[2] = -np.inf
+    sink = np.array([0.5, 30, -1, -np.inf], np.float32)
+    v = rng.standard_normal((7, 3)).astype(np.float32)
+    found = []
+    for first, last in ((sink, None), (None, sink)):
+        m, l = softmax.begin((4,), first, s)
+        p, _, m, l = softmax.step(m, l, s)
+        inverse, lse = softmax.finish(m, l, last)
+        found.append((p @ v * inverse[:, None], lse))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), *found)
+    np.testing.assert_allclose(found[0][1], np.logaddexp(np.logaddexp.reduce(s, -1), sink), rtol=1e-6)
+    # In another unit, as a kernel counts.
+    m, l = softmax.begin((4,), None, s)
+    unit = np.float32(np.log2(np.e))
+    _, _, m, l = softmax.step(m, l, s, unit=unit, exp=jnp.exp2)
+    _, lse = softmax.finish(m, l, sink * unit, exp=jnp.exp2, log=jnp.log2)
+    np.testing.assert_allclose(lse / unit, found[0][1], rtol=1e-6)
+
+
 def test_pivot_of_nothing_is_zero():
     m = np.array([-np.inf, -3e38, 0, 5], np.float32)
     np.testing.assert_array_equal(softmax.pivot_of(m), np.where(np.isinf(m), 0, m))

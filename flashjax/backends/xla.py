@@ -384,8 +384,8 @@ def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> R
                 pv = _product(problem, "bhqk,bhkd->bhqd", _rows(p).astype(v.dtype), v)
                 return m, l, acc * _rows(alpha)[..., None] + pv
 
-            sink = chunk.sinks()
-            first = None if problem.max_logit else sink
+            # Last where the largest logit of a key is asked for.
+            first, last = (None, chunk.sinks()) if problem.max_logit else (chunk.sinks(), None)
             state = (
                 *softmax.begin(tile_rows, first, zeros((), problem.accumulator)),
                 zeros((*q.shape[:3], problem.value_dim), problem.accumulator),
@@ -399,15 +399,10 @@ def forward(problem: Problem, inputs: Inputs, config: Config | None = None) -> R
                 )
                 step = _either(full, order, key_tile)
                 m, l, acc = _loop(count, step, state)
-            top, alpha = m, None
-            if problem.max_logit and sink is not None:
-                alpha, m, l = softmax.sink_last(m, l, sink)
-            inverse, lse = softmax.finish(m, l)
-            if alpha is not None:
-                inverse = inverse * alpha
+            inverse, lse = softmax.finish(m, l, last)
             inverse = inverse / (1 - problem.dropout_rate)
             out = acc.reshape(*tile_rows, -1) * inverse[..., None]
-            results = Results(out.astype(problem.dtype), lse, top if problem.max_logit else None)
+            results = Results(out.astype(problem.dtype), lse, m if problem.max_logit else None)
             return jax.tree.map(
                 lambda x, tile: lax.dynamic_update_slice_in_dim(x, tile, q0, 3), carry, results
             )

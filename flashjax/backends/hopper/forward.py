@@ -8,7 +8,8 @@ Within a compute warpgroup, tile n:
     issue S = Q Kᵀ of tile n          tensor cores, asynchronous
     issue O += P V of tile n - 1      likewise
     wait for S; mask; softmax         runs under P V
-    wait for P V; rescale O           only where the row maximum grew by more than 2**8
+    wait for P V; rescale O           only where the row maximum grew by more than 2**8, or at all where the
+                                      largest logit is asked for
 
 Barriers, each an array over stages or warpgroups (full: loader to compute, empty: compute to loader):
 
@@ -20,9 +21,9 @@ Barriers, each an array over stages or warpgroups (full: loader to compute, empt
                        what comes next, where only the loader knows it (see `schedule`)
 
 Shared memory, in bytes, with padded head dims D and Dv: Q and O share 128 * warpgroups * max(D, Dv), or have
-128 * warpgroups * D and * Dv in a persistent kernel; K and V take 2 * stages * block_k * (D + Dv); lse 256 a
-warpgroup; the mask's vectors over keys 4 * stages * block_k each; a bias that is staged 64 * warpgroups *
-block_k of its numbers a stage. A block may have 232,448.
+128 * warpgroups * D and * Dv in a persistent kernel; K and V take 2 * stages * block_k * (D + Dv); lse, and
+the row maximum where it is asked for, 256 a warpgroup each; the mask's vectors over keys 4 * stages * block_k
+each; a bias that is staged 64 * warpgroups * block_k of its numbers a stage. A block may have 232,448.
 
 Rows beyond T and keys beyond S are zeros that the TMA fills in, and are clipped when stored; keys beyond
 S are masked. Head dims are padded in shared memory only, by the same zero fill.
@@ -621,21 +622,16 @@ def _store(plan: Plan, results: Results, shared: Shared, item: schedule.Item, si
     problem, config = plan.problem, plan.config
     o, m, l = state
     warpgroup = _own_warpgroup()
-    l, top, alpha = l.sum(axis=1), m, None
-    if problem.max_logit and problem.sinks:
-        exp = _exp if plan.natural else jnp.exp2
-        alpha, m, l = softmax.sink_last(m, l, _sink(plan, sinks, item), exp=exp)
-    log = (lambda x: jnp.log2(x) / LOG2E) if plan.natural else jnp.log2
-    inverse, total = softmax.finish(m, l, log=log)
-    if alpha is not None:
-        inverse = inverse * alpha
+    exp, log = (_exp, lambda x: jnp.log2(x) / LOG2E) if plan.natural else (jnp.exp2, jnp.log2)
+    sink = _sink(plan, sinks, item) if problem.max_logit else None
+    inverse, total = softmax.finish(m, l.sum(axis=1), sink, exp=exp, log=log)
     if problem.dropout_rate > 0:
         inverse = inverse * (1 / (1 - problem.dropout_rate))
     if plan.persistent:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     shared.o.tile(warpgroup)[...] = (o * softmax.spread(inverse, o)).astype(problem.dtype)
     q0 = item.i * config.block_q + warpgroup * ROWS
-    by_row = [(shared.lse, results.lse, total), (shared.top, results.top, top)][: 1 + problem.max_logit]
+    by_row = [(shared.lse, results.lse, total), (shared.top, results.top, m)][: 1 + problem.max_logit]
     for buffer, array, x in by_row:
         x = x if plan.natural else x / LOG2E
         if plan.tight:

@@ -364,8 +364,7 @@ def _evaluate(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
         inputs = [read(x) for x in equation.invars]
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         if equation.primitive is lax.not_p and equation.invars[0].aval.dtype == jnp.bool_:
-            (x,) = inputs
-            outputs = [x != (jnp.full_like(x, True) if jnp.ndim(x) else np.bool_(True))]
+            outputs = [inputs[0] != np.bool_(True)]
         elif equation.primitive is jex.core.primitives.add_jaxvals_p:
             outputs = [inputs[0] + inputs[1]]
         elif equation.primitive is lax.reshape_p and equation.outvars[0].aval.shape == inputs[0].shape:
