@@ -35,6 +35,7 @@ def compute(
 ) -> Any:
     """Compute dK and dV of 64 keys, and half of this block's shares of dQ."""
     problem, config, dtype = plan.problem, plan.config, plan.problem.dtype
+    rate = problem.dropout_rate
     block_q, (d, dv) = config.block_q, plan.columns
     k_all, v_all = shared.k.tile(0), shared.v.tile(0)
     own = lambda ref, warpgroup: ref.at[pl.ds(warpgroup * ROWS, ROWS)]
@@ -66,7 +67,9 @@ def compute(
                 intrinsics.gather_warps()  # all have read it
                 plgpu.barrier_arrive(barriers.alone_empty)
             delta = lambda: recompute.along_columns(shared.delta.at[slot], shape)
-            recompute.begin_slopes(dp_acc, plan, delta)
+            # (1 - rate) (dP - delta) where dropout keeps: the difference before anything is rounded.
+            begin = delta if rate == 0 else lambda: delta() * (1 - rate)
+            dp_acc[...] = begin()
             if config.ordered:
                 intrinsics.await_turn(warpgroup)
             plgpu.wgmma(s_acc, own(k_all, warpgroup), q.T)
@@ -77,16 +80,16 @@ def compute(
             p, slope = recompute.weights(inputs.scale, s, tile, lse)
             p = recompute.hide(tile, place.partial, p)
             narrow = p.astype(dtype)
-            kept = recompute.dropped(tile, p).astype(dtype) if problem.dropout_rate > 0 else narrow
+            kept = recompute.dropped(tile, p).astype(dtype) if rate > 0 else narrow
             plgpu.wgmma(dv_acc, kept, do)
             if config.ordered == "late":
                 intrinsics.give_turn(1 - warpgroup)
             dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-            if problem.dropout_rate > 0:
+            if rate > 0:
                 # (1 - rate) dS: what is dropped has no share in dP.
                 wide = dtype if config.narrow == "product" else jnp.float32
-                begin = (delta() * (1 - problem.dropout_rate)).astype(wide)
-                return (kept.astype(wide) * dp.astype(wide) + narrow.astype(wide) * begin).astype(dtype)
+                kept, lost, dp, missing = (x.astype(wide) for x in (kept, narrow - kept, dp, begin()))
+                return (kept * dp + lost * missing).astype(dtype)
             if config.narrow == "product":
                 return narrow * dp.astype(dtype)
             if config.narrow == "weights":
