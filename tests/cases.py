@@ -452,7 +452,7 @@ WIDE_CASES = [
         for d, shape, dtype, fields in (
             (24, (1, 1, 264, 320), "float32", {"options": {"is_causal": True}}),
             (32, (1, 4, 264, 320), "bfloat16", {"learned": {"sinks": _floats("heads")}}),
-            (64, (2, 4, 264, 320), "float16", {"heads": 4, "options": {"local_window_size": (100, None)}}),
+            (64, (1, 4, 264, 320), "float16", {"heads": 4, "options": {"local_window_size": (100, None)}}),
         )
     ),
     wide("bias-shared-lengths", (264, 320), 32, batch=4, bias=(1, 4, 264, 320), options=_BOTH_LENGTHS),

@@ -10,13 +10,14 @@ two warpgroups has 64 of them and takes 128 queries in two halves:
     wait for S; P; mask; issue dV += P dO
     wait; dS to its sum, and to shared memory
 
-Then it computes and adds dK, adds dV, and computes and adds dQ of one of the halves.
+and adds its dV. A third one computes and adds dQ and dK from dS, a tile behind them: what is added takes
+longest to leave, and would keep those waiting.
 
-Barriers beside those of `backward_scores`: held, the tile of the bias; handed and taken, dS on its way from
-both warpgroups to both.
+Barriers beside those of `backward_scores`: held, the tile of the bias; handed and taken, a tile of dS, of
+which there are two, on its way from the first two warpgroups to the third.
 
 Shared memory, in bytes, with padded head dims D and Dv: a stage takes 512 * (D + Dv), and 1024 for lse and
-delta; the tile of the bias 16,384 times the size of its numbers; dS 32,768.
+delta; the tile of the bias 16,384 times the size of its numbers; dS 65,536.
 
 Source: as of `backward`.
 """
@@ -49,8 +50,10 @@ from flashjax.backends.hopper.config import ROWS, ScoresConfig
 from flashjax.problem import Inputs, Problem, Wanted
 
 HALVES = 2  # of the queries of a tile
-TILE = (ROWS, ROWS)
-CONFIG = ScoresConfig(stages=2, registers=(240, 24), block_k=HALVES * ROWS)
+PARTS = 4  # of these, for S and dP
+TILE = (ROWS, HALVES * ROWS // PARTS)
+STAGES = (3, 2)  # as many as there is room for
+REGISTERS = {"compute": 184, "add": 112, "load": 32}
 WIDEST = 32  # padded head dim: larger ones spill, and what is added in global memory grows with it
 FEWEST = 4  # batch rows that share the bias
 
@@ -120,7 +123,7 @@ class Shared(NamedTuple):
 
     Attributes:
       bias: the block's tile, queries by keys.
-      ds: by half of the queries, keys by queries.
+      ds: of two tiles, by half of the queries each, keys by queries.
     """
 
     q: Any
@@ -159,18 +162,13 @@ def plan_of(problem: Problem, wanted: Wanted) -> Plan | None:
     ((name, operand),) = operands.items()
     staged = packing.kinds(problem, by_key=True, staged=True)[packing.SCORES + name].form == "staged"
     shared_by = problem.batch // operand.array.shape[0]
-    plan = Plan(
-        problem,
-        traits,
-        CONFIG,
-        packing.kinds(problem, by_key=True),
-        name,
-        operand.array.shape,
-        packing.form_of(operand),
-    )
-    if not staged or shared_by < FEWEST or max(plan.padded) > WIDEST or not plans.fits(_shared(plan)):
+    fields = packing.kinds(problem, by_key=True), name, operand.array.shape, packing.form_of(operand)
+    candidates = [
+        Plan(problem, traits, ScoresConfig(stages=n, block_k=HALVES * ROWS), *fields) for n in STAGES
+    ]
+    if not staged or shared_by < FEWEST or max(candidates[0].padded) > WIDEST:
         return None
-    return plan
+    return next((plan for plan in candidates if plans.fits(_shared(plan))), None)
 
 
 def gradients(
@@ -211,7 +209,7 @@ def _shared(plan: Plan) -> Shared:
     vector = lambda dtype: plgpu.SMEM((config.stages, plan.queries), dtype)
     kind = plan.kinds[plan.operand]
     ds = plgpu.SMEM(
-        (HALVES, config.block_q, ROWS), problem.dtype, transforms=transfers.swizzled(plan.padded[0])
+        (2 * HALVES, config.block_q, ROWS), problem.dtype, transforms=transfers.swizzled(plan.padded[0])
     )
     return Shared(
         *(transfers.buffer(problem.dtype, shapes[name]) for name in ("q", "k", "v", "do")),
@@ -229,14 +227,13 @@ def _kernel(plan: Plan) -> Any:
     stages, warpgroups = config.stages, config.warpgroups
     scratch = _shared(plan)
     copies = backward_scores.copies(plan, scratch)
-    both = plgpu.Barrier(num_arrivals=warpgroups)
     # The second half is for stages that have landed, and that the loader clears before they are full.
     barriers = Barriers(
         full=plgpu.Barrier(num_arrivals=copies, num_barriers=(2 if plan.clears_queries else 1) * stages),
-        empty=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        empty=plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
         held=plgpu.Barrier(),
-        handed=both,
-        taken=both,
+        handed=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=2),
+        taken=plgpu.Barrier(num_barriers=2),
     )
 
     def body(inputs, result, shared, barriers):
@@ -245,9 +242,9 @@ def _kernel(plan: Plan) -> Any:
         warpgroup = lax.axis_index("warpgroup")
         owner = backward_scores.owner_of(plan, lax.axis_index("block"))
 
-        @pl.when(warpgroup == warpgroups)
+        @pl.when(warpgroup == warpgroups + 1)
         def _load():
-            plgpu.set_max_registers(config.registers[1], action="decrease")
+            plgpu.set_max_registers(REGISTERS["load"], action="decrease")
             i, j = backward_scores.tile_of(plan, owner)
             reader = reading.Reader(plan.kinds, inputs.operands, owner.b, owner.h, None)
             queries, keys = (
@@ -261,17 +258,25 @@ def _kernel(plan: Plan) -> Any:
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
-            plgpu.set_max_registers(config.registers[0], action="increase")
+            plgpu.set_max_registers(REGISTERS["compute"], action="increase")
             for slot in range(stages):
                 plgpu.barrier_arrive(barriers.empty.at[slot])
-            plgpu.barrier_arrive(barriers.taken)
             sums = compute(plan, inputs, shared, barriers)
             i, j = backward_scores.tile_of(plan, owner)
             k0 = i * config.block_q + warpgroup * ROWS
-            for half, x in enumerate(sums):
+            for part, x in enumerate(sums):
                 intrinsics.store_numbers(
-                    result.at[owner.part, owner.b, owner.h], x, k0, j * config.block_k + half * ROWS
+                    result.at[owner.part, owner.b, owner.h], x, k0, j * config.block_k + part * TILE[1]
                 )
+
+        @pl.when(warpgroup == warpgroups)
+        def _add():
+            plgpu.set_max_registers(REGISTERS["add"], action="decrease")
+            for slot in range(stages):
+                plgpu.barrier_arrive(barriers.empty.at[slot])
+            for slot in range(2):
+                plgpu.barrier_arrive(barriers.taken.at[slot])
+            add(plan, inputs, shared, barriers)
 
     return plgpu.kernel(
         hopper.without_mesh(body),
@@ -285,16 +290,15 @@ def _kernel(plan: Plan) -> Any:
         ),
         grid=(plan.blocks,),
         grid_names=("block",),
-        num_threads=warpgroups + 1,
+        num_threads=warpgroups + 2,
         thread_name="warpgroup",
         kernel_name="flash_attention_backward_pairs",
     )
 
 
 def compute(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> tuple[jax.Array, ...]:
-    """Add the block's shares of dQ, dK and dV, and return its sums of dS: 64 keys by 64 queries, twice."""
-    dtype, stages = plan.problem.dtype, jnp.int32(plan.config.stages)
-    d, dv = plan.padded
+    """Add the block's shares of dV, hand dS on, and return its sums of it: 64 keys by 64 queries, twice."""
+    dtype, stages, dv = plan.problem.dtype, jnp.int32(plan.config.stages), plan.padded[1]
     plgpu.barrier_wait(barriers.held)
     entry = backward_scores.read_place(plan, shared)
     wait = backward_scores.wait_for_tile(plan, shared, barriers)
@@ -308,14 +312,14 @@ def compute(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> t
         # Read anew where it is needed, for the same reason.
         b, h, i, j, partial = (lambda which=which: entry(n, which) for which in range(5))
         k, v = shared.k.tile(slot), shared.v.tile(slot)
-        plgpu.barrier_wait(barriers.taken)
+        ds_slot = lax.optimization_barrier(lax.rem(n, jnp.int32(2)))
         if plan.traits.clears_keys:
             for ref in (k, v):
                 hidden.clear_keys(ref.at[own])
             plgpu.commit_smem()
 
-        def half(part, dv_acc):
-            queries = pl.ds(part * ROWS, ROWS)
+        def shares(part, dv_acc):
+            queries = pl.ds(part * TILE[1], TILE[1])
             q, do = (x.tile(slot).at[queries] for x in (shared.q, shared.do))
             along = lambda ref: recompute.along_columns(ref.at[slot, queries], TILE)
 
@@ -326,7 +330,7 @@ def compute(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> t
                 return reading.Rows(reader, {plan.operand: bias.astype(jnp.float32), **reader.rows()})
 
             cols = {name: ref.at[:, queries] for name, ref in shared.cols.items()}
-            column = lambda: j() * plan.view.block_columns + part * ROWS
+            column = lambda: j() * plan.view.block_columns + part * TILE[1]
             tile = recompute.Tile(plan, cols, slot, column, rows)
 
             def slopes(s_acc, dp_acc):
@@ -343,42 +347,78 @@ def compute(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> t
                 return p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
 
             ds = pl.run_scoped(slopes, plgpu.ACC(TILE, jnp.float32), plgpu.ACC(TILE, jnp.float32))
-            shared.ds.at[part, own][...] = ds.astype(dtype)
-            return ds
+            if part == 0:
+                plgpu.barrier_wait(barriers.taken.at[ds_slot])
+            half, column = divmod(part * TILE[1], ROWS)
+            columns = pl.ds(column, TILE[1])
+            shared.ds.at[ds_slot * HALVES + half, own, columns][...] = ds.astype(dtype)
+            # Added here, and not where the sums are next needed: dS would be kept until then.
+            return lax.optimization_barrier(sums[part] + ds)
 
-        def halves(dv_acc):
-            total = tuple(sums[part] + half(part, dv_acc) for part in range(HALVES))
+        def all_shares(dv_acc):
+            total = tuple(shares(part, dv_acc) for part in range(PARTS))
             return plgpu.wgmma_accumulator_load(dv_acc, wait_n=0), total
 
-        def keys(dk_acc):
-            for part in range(HALVES):
-                q = shared.q.tile(slot).at[pl.ds(part * ROWS, ROWS)]
-                plgpu.wgmma(dk_acc, shared.ds.at[part, own], q)
-            intrinsics.add_tile(inputs.dv.at[number, warpgroup, 0], dvalue)
-            return plgpu.wgmma_accumulator_load(dk_acc, wait_n=0)
-
-        dvalue, sums = pl.run_scoped(halves, plgpu.ACC((ROWS, dv), jnp.float32))
+        dvalue, sums = pl.run_scoped(all_shares, plgpu.ACC((ROWS, dv), jnp.float32))
         plgpu.commit_smem()
-        plgpu.barrier_arrive(barriers.handed)
-        kv_head = lax.div(h(), jnp.int32(plan.problem.group))
-        number = (b() * plan.problem.kv_heads + kv_head) * plan.view.count_rows + i()
-        dk = pl.run_scoped(keys, plgpu.ACC((ROWS, d), jnp.float32))
-        intrinsics.add_tile(inputs.dk.at[number, warpgroup, 0], dk)
-
-        def last(dq_acc):
-            plgpu.wgmma(dq_acc, shared.ds.at[warpgroup].T, k)
-            return plgpu.wgmma_accumulator_load(dq_acc, wait_n=0)
-
-        plgpu.barrier_wait(barriers.handed)
-        dq = pl.run_scoped(last, plgpu.ACC((ROWS, d), jnp.float32))
-        number = (b() * plan.problem.heads + h()) * plan.view.count_columns + j()
+        plgpu.barrier_arrive(barriers.handed.at[ds_slot])
+        intrinsics.add_tile(inputs.dv.at[_tile_of_keys(plan, b(), h(), i()), warpgroup, 0], dvalue)
         intrinsics.gather_warps()  # all have read the place and the vectors
-        plgpu.barrier_arrive(barriers.taken)
         plgpu.barrier_arrive(barriers.empty.at[slot])
-        intrinsics.add_tile(inputs.dq.at[number, warpgroup, 0], dq)
         return n + 1, wait(n + 1), sums
 
-    start = (plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), plgpu.Layout.WGMMA),) * HALVES
+    start = (plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), plgpu.Layout.WGMMA),) * PARTS
     first = jnp.int32(0)
     _, _, sums = lax.while_loop(lambda state: state[1], step, (first, wait(first), start))
     return sums
+
+
+def add(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> None:
+    """Compute dQ and dK of every tile from dS, and add them."""
+    stages = jnp.int32(plan.config.stages)
+    accumulators = (plgpu.ACC((ROWS, plan.padded[0]), jnp.float32),) * 2
+    entry = backward_scores.read_place(plan, shared)
+    wait = backward_scores.wait_for_tile(plan, shared, barriers)
+    loaded = lambda accs: tuple(plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in accs)
+
+    def step(state):
+        n, _ = state
+        slot, ds_slot = (lax.optimization_barrier(lax.rem(n, x)) for x in (stages, jnp.int32(2)))
+        b, h, i, j = (entry(n, which) for which in range(4))
+        q, k = shared.q.tile(slot), shared.k.tile(slot)
+        halves = [shared.ds.at[ds_slot * HALVES + part] for part in range(HALVES)]
+        plgpu.barrier_wait(barriers.handed.at[ds_slot])
+
+        def queries(*accs):
+            for acc, ds in zip(accs, halves, strict=True):
+                plgpu.wgmma(acc, ds.T, k)
+            return loaded(accs)
+
+        dq = pl.run_scoped(queries, *accumulators)
+
+        def keys(*accs):
+            for own, acc in enumerate(accs):
+                for part, ds in enumerate(halves):
+                    half = pl.ds(part * ROWS, ROWS)
+                    plgpu.wgmma(acc, ds.at[pl.ds(own * ROWS, ROWS)], q.at[half])
+            number = (b * plan.problem.heads + h) * plan.view.count_columns + j
+            for part, x in enumerate(dq):
+                intrinsics.add_tile(inputs.dq.at[number, part, 0], x)
+            return loaded(accs)
+
+        dk = pl.run_scoped(keys, *accumulators)
+        intrinsics.gather_warps()  # all have read the place
+        plgpu.barrier_arrive(barriers.taken.at[ds_slot])
+        plgpu.barrier_arrive(barriers.empty.at[slot])
+        for own, x in enumerate(dk):
+            intrinsics.add_tile(inputs.dk.at[_tile_of_keys(plan, b, h, i), own, 0], x)
+        return n + 1, wait(n + 1)
+
+    first = jnp.int32(0)
+    lax.while_loop(lambda state: state[1], step, (first, wait(first)))
+
+
+def _tile_of_keys(plan: Plan, b: Any, h: Any, i: Any) -> Any:
+    """Return where a tile of keys lies among the sums for dK or dV."""
+    kv_head = lax.div(h, jnp.int32(plan.problem.group))
+    return (b * plan.problem.kv_heads + kv_head) * plan.view.count_rows + i
