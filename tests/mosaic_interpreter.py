@@ -269,6 +269,8 @@ def _inline(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> 
     if name in ("drop", "drop_turned"):
         x, *words = inputs
         return token, [jnp.where(_keeps(x.shape[1], *words, name == "drop_turned"), x, 0.0)]
+    if name == "add_staged":
+        return _add_staged(self, equation, token, inputs), []
     if name in _ON_HOST:
         return _inline_on_host(self, equation, token, inputs, _ON_HOST[name])
     assert name in ("wait", "arrive", "gather", "touch"), name
@@ -284,10 +286,8 @@ def _inline_on_host(self: Any, equation: Any, token: Any, inputs: Any, function:
 
     def call(token, thread, ref, transforms, *arrays):
         memory = gpu_callbacks._get_shared_memory()
-        key = gpu_callbacks.HostAllocationKey.from_array(ref)
-        transforms = gpu_callbacks._remove_noop_transforms(transforms)
-        access = memory.access(key, jax.tree.map(int, transforms))
-        result = function(memory, (key, access, thread), *map(np.asarray, arrays))
+        place = _place(memory, thread, ref, transforms)
+        result = function(memory, place, *map(np.asarray, arrays))
         return token if result is None else (token, result)
 
     results = gpu_callbacks.TOKEN_SHAPE_DTYPE
@@ -297,6 +297,34 @@ def _inline_on_host(self: Any, equation: Any, token: Any, inputs: Any, function:
         function = functools.partial(function, shape=x.shape)
     outputs = jax.experimental.io_callback(call, results, token, self.thread, ref, transforms, *arrays)
     return (outputs[0], [outputs[1]]) if equation.outvars else (outputs, [])
+
+
+def _add_staged(self: Any, equation: Any, token: Any, inputs: Any) -> Any:
+    """Add one reference to another at once, where the GPU would sometime before it is waited for."""
+    (ref, buffer), leaves = inputs[:2], inputs[2:]
+    transforms = equation.params["pytree_ref_transforms"].unflatten(leaves)
+    places = [
+        jaxpr_interpret.resolve_ref(variable.aval, x, t)
+        for variable, x, t in zip(equation.invars[:2], (ref, buffer), transforms, strict=True)
+    ]
+
+    def call(token, thread, *places):
+        memory = gpu_callbacks._get_shared_memory()
+        to, source = (_place(memory, thread, *place) for place in places)
+        _add(memory, to, memory.get_buffer_content(*source)[0])
+        return token
+
+    return jax.experimental.io_callback(call, gpu_callbacks.TOKEN_SHAPE_DTYPE, token, self.thread, *places)
+
+
+def _place(memory: Any, thread: Any, ref: Any, transforms: Any) -> Any:
+    key = gpu_callbacks.HostAllocationKey.from_array(ref)
+    transforms = gpu_callbacks._remove_noop_transforms(transforms)
+    return key, memory.access(key, jax.tree.map(int, transforms)), thread
+
+
+def _stage(memory, place, tile):
+    memory.store_buffer_content(*place[:2], tile.reshape(-1), place[2])
 
 
 def _add(memory, place, tile):
@@ -370,6 +398,7 @@ def _keeps(count, column, row_a, row_b, least, turned):
 _sums = threading.Lock()
 _ON_HOST = {
     "add": _add,
+    "stage": _stage,
     "load": _load,
     "zero": _zero,
     "put": _put,

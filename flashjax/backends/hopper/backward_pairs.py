@@ -10,14 +10,15 @@ two warpgroups has 64 of them and takes 128 queries in two halves:
     wait for S; P; mask; issue dV += P dO
     wait; dS to its sum, and to shared memory
 
-and adds its dV. A third one computes and adds dQ and dK from dS, a tile behind them: what is added takes
-longest to leave, and would keep those waiting.
+and adds its dV. A third one computes and adds dQ and dK from dS, a tile behind them. The TMA adds, from
+shared memory: threads that add would wait for one another's numbers to leave, as stores to shared memory do.
 
 Barriers beside those of `backward_scores`: held, the tile of the bias; handed and taken, a tile of dS, of
 which there are two, on its way from the first two warpgroups to the third.
 
 Shared memory, in bytes, with padded head dims D and Dv: a stage takes 512 * (D + Dv), and 1024 for lse and
-delta; the tile of the bias 16,384 times the size of its numbers; dS 65,536.
+delta; the tile of the bias 16,384 times the size of its numbers; dS 65,536; what is to be added 512 * Dv,
+and 256 * D once or twice.
 
 Source: as of `backward`.
 """
@@ -52,7 +53,7 @@ from flashjax.problem import Inputs, Problem, Wanted
 HALVES = 2  # of the queries of a tile
 PARTS = 4  # of these, for S and dP
 TILE = (ROWS, HALVES * ROWS // PARTS)
-STAGES = (3, 2)  # as many as there is room for
+SENDS = (2, 1)  # buffers of the warpgroup that adds: as many as there is room for
 REGISTERS = {"compute": 184, "add": 112, "load": 32}
 WIDEST = 32  # padded head dim: larger ones spill, and what is added in global memory grows with it
 FEWEST = 4  # batch rows that share the bias
@@ -60,7 +61,13 @@ FEWEST = 4  # batch rows that share the bias
 
 @dataclasses.dataclass(frozen=True)
 class Plan(backward_scores.Plan):
-    """What the kernel knows when it is traced; rows are keys, columns queries."""
+    """What the kernel knows when it is traced; rows are keys, columns queries.
+
+    Attributes:
+      sends: buffers of the warpgroup that adds.
+    """
+
+    sends: int
 
     @property
     def by_key(self) -> bool:
@@ -124,6 +131,7 @@ class Shared(NamedTuple):
     Attributes:
       bias: the block's tile, queries by keys.
       ds: of two tiles, by half of the queries each, keys by queries.
+      dv, send: what is to be added.
     """
 
     q: Any
@@ -136,6 +144,8 @@ class Shared(NamedTuple):
     places: Any
     bias: Any
     ds: Any
+    dv: Any
+    send: Any
 
 
 class Barriers(NamedTuple):
@@ -163,9 +173,7 @@ def plan_of(problem: Problem, wanted: Wanted) -> Plan | None:
     staged = packing.kinds(problem, by_key=True, staged=True)[packing.SCORES + name].form == "staged"
     shared_by = problem.batch // operand.array.shape[0]
     fields = packing.kinds(problem, by_key=True), name, operand.array.shape, packing.form_of(operand)
-    candidates = [
-        Plan(problem, traits, ScoresConfig(stages=n, block_k=HALVES * ROWS), *fields) for n in STAGES
-    ]
+    candidates = [Plan(problem, traits, ScoresConfig(block_k=HALVES * ROWS), *fields, n) for n in SENDS]
     if not staged or shared_by < FEWEST or max(candidates[0].padded) > WIDEST:
         return None
     return next((plan for plan in candidates if plans.fits(_shared(plan))), None)
@@ -219,6 +227,8 @@ def _shared(plan: Plan) -> Shared:
         places=plgpu.SMEM((2 * config.stages, 5), jnp.int32),
         bias=packing.stage(kind, 1, config.block_k, config.block_q),
         ds=ds,
+        dv=plgpu.SMEM((config.warpgroups, ROWS * plan.padded[1]), jnp.float32),
+        send=plgpu.SMEM((plan.sends, ROWS * plan.padded[0]), jnp.float32),
     )
 
 
@@ -262,6 +272,7 @@ def _kernel(plan: Plan) -> Any:
             for slot in range(stages):
                 plgpu.barrier_arrive(barriers.empty.at[slot])
             sums = compute(plan, inputs, shared, barriers)
+            plgpu.wait_smem_to_gmem(0)
             i, j = backward_scores.tile_of(plan, owner)
             k0 = i * config.block_q + warpgroup * ROWS
             for part, x in enumerate(sums):
@@ -277,6 +288,7 @@ def _kernel(plan: Plan) -> Any:
             for slot in range(2):
                 plgpu.barrier_arrive(barriers.taken.at[slot])
             add(plan, inputs, shared, barriers)
+            plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         hopper.without_mesh(body),
@@ -343,26 +355,30 @@ def compute(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> t
                 p, _ = recompute.weights(inputs.scale, s, tile, lse)
                 p = recompute.hide(tile, partial() != 0, p)
                 plgpu.wgmma(dv_acc, p.astype(dtype), do)
-                # For dV too: nothing may be under way where the next accumulators begin.
-                return p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=0)
+                ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+                if part == 0:
+                    plgpu.barrier_wait(barriers.taken.at[ds_slot])
+                half, column = divmod(part * TILE[1], ROWS)
+                columns = pl.ds(column, TILE[1])
+                shared.ds.at[ds_slot * HALVES + half, own, columns][...] = ds.astype(dtype)
+                # Added here, and not where the sums are next needed: dS would be kept until then.
+                total = lax.optimization_barrier(sums[part] + ds)
+                plgpu.wgmma_wait(0)  # nothing may be under way where the next accumulators begin
+                return total
 
-            ds = pl.run_scoped(slopes, plgpu.ACC(TILE, jnp.float32), plgpu.ACC(TILE, jnp.float32))
-            if part == 0:
-                plgpu.barrier_wait(barriers.taken.at[ds_slot])
-            half, column = divmod(part * TILE[1], ROWS)
-            columns = pl.ds(column, TILE[1])
-            shared.ds.at[ds_slot * HALVES + half, own, columns][...] = ds.astype(dtype)
-            # Added here, and not where the sums are next needed: dS would be kept until then.
-            return lax.optimization_barrier(sums[part] + ds)
+            return pl.run_scoped(slopes, plgpu.ACC(TILE, jnp.float32), plgpu.ACC(TILE, jnp.float32))
 
         def all_shares(dv_acc):
             total = tuple(shares(part, dv_acc) for part in range(PARTS))
             return plgpu.wgmma_accumulator_load(dv_acc, wait_n=0), total
 
         dvalue, sums = pl.run_scoped(all_shares, plgpu.ACC((ROWS, dv), jnp.float32))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        intrinsics.stage_tile(shared.dv.at[warpgroup], dvalue)
         plgpu.commit_smem()
         plgpu.barrier_arrive(barriers.handed.at[ds_slot])
-        intrinsics.add_tile(inputs.dv.at[_tile_of_keys(plan, b(), h(), i()), warpgroup, 0], dvalue)
+        number = _tile_of_keys(plan, b(), h(), i())
+        intrinsics.add_staged(inputs.dv.at[number, warpgroup, 0], shared.dv.at[warpgroup])
         intrinsics.gather_warps()  # all have read the place and the vectors
         plgpu.barrier_arrive(barriers.empty.at[slot])
         return n + 1, wait(n + 1), sums
@@ -376,10 +392,8 @@ def compute(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> t
 def add(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> None:
     """Compute dQ and dK of every tile from dS, and add them."""
     stages = jnp.int32(plan.config.stages)
-    accumulators = (plgpu.ACC((ROWS, plan.padded[0]), jnp.float32),) * 2
     entry = backward_scores.read_place(plan, shared)
     wait = backward_scores.wait_for_tile(plan, shared, barriers)
-    loaded = lambda accs: tuple(plgpu.wgmma_accumulator_load(acc, wait_n=0) for acc in accs)
 
     def step(state):
         n, _ = state
@@ -389,29 +403,34 @@ def add(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> None:
         halves = [shared.ds.at[ds_slot * HALVES + part] for part in range(HALVES)]
         plgpu.barrier_wait(barriers.handed.at[ds_slot])
 
-        def queries(*accs):
-            for acc, ds in zip(accs, halves, strict=True):
-                plgpu.wgmma(acc, ds.T, k)
-            return loaded(accs)
+        def product(*pairs):
+            def multiply(acc):
+                for x, y in pairs:
+                    plgpu.wgmma(acc, x, y)
+                return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
-        dq = pl.run_scoped(queries, *accumulators)
+            return pl.run_scoped(multiply, plgpu.ACC((ROWS, plan.padded[0]), jnp.float32))
 
-        def keys(*accs):
-            for own, acc in enumerate(accs):
-                for part, ds in enumerate(halves):
-                    half = pl.ds(part * ROWS, ROWS)
-                    plgpu.wgmma(acc, ds.at[pl.ds(own * ROWS, ROWS)], q.at[half])
-            number = (b * plan.problem.heads + h) * plan.view.count_columns + j
-            for part, x in enumerate(dq):
-                intrinsics.add_tile(inputs.dq.at[number, part, 0], x)
-            return loaded(accs)
+        def send(count, ref, tile):
+            buffer = shared.send.at[count % plan.sends]
+            plgpu.wait_smem_to_gmem(plan.sends - 1, wait_read_only=True)
+            intrinsics.stage_tile(buffer, tile)
+            plgpu.commit_smem()
+            intrinsics.add_staged(ref, buffer)
 
-        dk = pl.run_scoped(keys, *accumulators)
-        intrinsics.gather_warps()  # all have read the place
-        plgpu.barrier_arrive(barriers.taken.at[ds_slot])
-        plgpu.barrier_arrive(barriers.empty.at[slot])
-        for own, x in enumerate(dk):
-            intrinsics.add_tile(inputs.dk.at[_tile_of_keys(plan, b, h, i), own, 0], x)
+        number = (b * plan.problem.heads + h) * plan.view.count_columns + j
+        for part, ds in enumerate(halves):
+            send(part, inputs.dq.at[number, part, 0], product((ds.T, k)))
+        number = _tile_of_keys(plan, b, h, i)
+        for own in range(plan.config.warpgroups):
+            keys = pl.ds(own * ROWS, ROWS)
+            pairs = [(ds.at[keys], q.at[pl.ds(part * ROWS, ROWS)]) for part, ds in enumerate(halves)]
+            dk = product(*pairs)
+            if own == plan.config.warpgroups - 1:
+                intrinsics.gather_warps()  # all have read the place
+                plgpu.barrier_arrive(barriers.taken.at[ds_slot])
+                plgpu.barrier_arrive(barriers.empty.at[slot])
+            send(HALVES + own, inputs.dk.at[number, own, 0], dk)
         return n + 1, wait(n + 1)
 
     first = jnp.int32(0)

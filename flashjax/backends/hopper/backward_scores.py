@@ -379,8 +379,12 @@ class Owner(NamedTuple):
 
 
 def owner_of(plan: Plan, block: Any) -> Owner:
-    """Return what a block owns."""
-    block, part = _split(block, plan.splits)
+    """Return what a block owns.
+
+    Blocks that run at the same time go through the same batch rows, so that these, and what is added for
+    them, stay in the L2 cache.
+    """
+    part, block = _split(block, plan.blocks // plan.splits)
     head, place = _split(block, plan.places)
     return Owner(*_split(head, plan.owned[1]), place, part)
 

@@ -159,6 +159,49 @@ def add_tile(ref: Any, tile: jax.Array) -> None:
     _inline(add, (plgpu.RefType(), plgpu.Layout.WGMMA))(ref, tile)
 
 
+def stage_tile(buffer: Any, tile: jax.Array) -> None:
+    """Put a tile into shared memory in the order of `add_tile`, for `add_staged`.
+
+    Args:
+      buffer: float32 ``[64 * columns]`` in shared memory.
+      tile: float32 ``[64, columns]`` in the layout of an accumulator.
+    """
+
+    def stage(_, buffer, tile):
+        four = ir.VectorType.get((4,), ir.F32Type.get())
+        for pointer, pair in _quarters(buffer, tile.registers.flat):
+            numbers = [vector.extract(x, [], [i]) for x in pair for i in range(2)]
+            llvm.store(vector.from_elements(four, numbers), pointer)
+
+    _inline(stage, (plgpu.RefType(), plgpu.Layout.WGMMA))(buffer, tile)
+
+
+def add_staged(ref: Any, buffer: Any) -> None:
+    """Let the TMA add what `stage_tile` has put into shared memory, where others may be adding too.
+
+    `plgpu.commit_smem` must come between the two. It is one of the copies that `plgpu.wait_smem_to_gmem`
+    waits for.
+
+    Args:
+      ref, buffer: float32 ``[size]`` in global and in shared memory.
+    """
+
+    def add_staged(_, ref, buffer):
+        size = 4 * ir.MemRefType(buffer.type).shape[0]
+        to, source = mosaic.utils.memref_ptr(ref), mosaic.utils.memref_ptr(buffer)
+        with mosaic.single_thread(scope=mosaic.ThreadSubset.WARPGROUP):
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [to, source],
+                f"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], {size};",
+                "l,r",
+                has_side_effects=True,
+            )
+            nvvm.cp_async_bulk_commit_group()
+
+    _inline(add_staged, (plgpu.RefType(), plgpu.RefType()))(ref, buffer)
+
+
 def zero_tile(ref: Any, size: int) -> None:
     """Zero what `add_tile` adds to: float32 ``[size]`` in global memory."""
 
@@ -484,7 +527,7 @@ def _accumulator(pairs: list[Any], columns: int, signed: bool | None = None) -> 
 
 
 def _quarters(ref: Any, registers: Any) -> Any:
-    """Pair off registers of two numbers each, with the address of the four in global memory."""
+    """Pair off registers of two numbers each, with the address of the four in memory."""
     i32, f32 = _int32_type(), ir.F32Type.get()
     registers = list(registers)
     base = mosaic.utils.memref_ptr(ref)
