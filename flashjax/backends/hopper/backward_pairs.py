@@ -13,8 +13,11 @@ two warpgroups has 64 of them and takes 128 queries in two halves:
 and adds its dV. A third one computes and adds dQ and dK from dS, a tile behind them. The TMA adds, from
 shared memory: threads that add would wait for one another's numbers to leave, as stores to shared memory do.
 
-Barriers beside those of `backward_scores`: held, the tile of the bias; handed and taken, a tile of dS, of
-which there are two, on its way from the first two warpgroups to the third.
+A block owns several tiles of the bias in turn, so that the loads of one run under the end of the one before.
+
+Barriers beside those of `backward_scores`: held, the tile of the bias, and let_go, that nobody needs it any
+more; handed and taken, a tile of dS, of which there are two, on its way from the first two warpgroups to the
+third.
 
 Shared memory, in bytes, with padded head dims D and Dv: a stage takes 512 * (D + Dv), and 1024 for lse and
 delta; the tile of the bias 16,384 times the size of its numbers; dS 65,536; what is to be added 512 * Dv,
@@ -53,7 +56,8 @@ from flashjax.problem import Inputs, Problem, Wanted
 HALVES = 2  # of the queries of a tile
 PARTS = 4  # of these, for S and dP
 TILE = (ROWS, HALVES * ROWS // PARTS)
-SENDS = (2, 1)  # buffers of the warpgroup that adds: as many as there is room for
+# Stages, and buffers of the warpgroup that adds: the first that there is room for.
+DEPTHS = ((3, 1), (2, 2), (2, 1))
 REGISTERS = {"compute": 184, "add": 112, "load": 32}
 WIDEST = 32  # padded head dim: larger ones spill, and what is added in global memory grows with it
 FEWEST = 4  # batch rows that share the bias
@@ -68,6 +72,18 @@ class Plan(backward_scores.Plan):
     """
 
     sends: int
+
+    @property
+    def at_once(self) -> int:
+        """Blocks of the kernel, each of which is several of `blocks` in turn."""
+        return min(self.blocks, hopper.multiprocessors())
+
+    def each_owner(self, visit: Any) -> None:
+        """Run ``visit(owner, n) -> n`` for all that this block owns, from n = 0."""
+        block, step = lax.axis_index("block"), jnp.int32(self.at_once)
+        count = lax.div(jnp.int32(self.blocks - 1) - block, step) + 1
+        owner = lambda turn: backward_scores.owner_of(self, block + turn * step)
+        lax.fori_loop(0, count, lambda turn, n: visit(owner(turn), n), jnp.int32(0))
 
     @property
     def by_key(self) -> bool:
@@ -154,6 +170,7 @@ class Barriers(NamedTuple):
     full: Any
     empty: Any
     held: Any
+    let_go: Any
     handed: Any
     taken: Any
 
@@ -173,7 +190,8 @@ def plan_of(problem: Problem, wanted: Wanted) -> Plan | None:
     staged = packing.kinds(problem, by_key=True, staged=True)[packing.SCORES + name].form == "staged"
     shared_by = problem.batch // operand.array.shape[0]
     fields = packing.kinds(problem, by_key=True), name, operand.array.shape, packing.form_of(operand)
-    candidates = [Plan(problem, traits, ScoresConfig(block_k=HALVES * ROWS), *fields, n) for n in SENDS]
+    config = ScoresConfig(block_k=HALVES * ROWS)
+    candidates = [Plan(problem, traits, config._replace(stages=n), *fields, sends) for n, sends in DEPTHS]
     if not staged or shared_by < FEWEST or max(candidates[0].padded) > WIDEST:
         return None
     return next((plan for plan in candidates if plans.fits(_shared(plan))), None)
@@ -242,6 +260,7 @@ def _kernel(plan: Plan) -> Any:
         full=plgpu.Barrier(num_arrivals=copies, num_barriers=(2 if plan.clears_queries else 1) * stages),
         empty=plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
         held=plgpu.Barrier(),
+        let_go=plgpu.Barrier(num_arrivals=warpgroups),
         handed=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=2),
         taken=plgpu.Barrier(num_barriers=2),
     )
@@ -250,35 +269,45 @@ def _kernel(plan: Plan) -> Any:
         name = lambda key: transfers.names(getattr(shared, key), shapes[key])[0]
         shared = shared._replace(**{key: name(key) for key in shapes})
         warpgroup = lax.axis_index("warpgroup")
-        owner = backward_scores.owner_of(plan, lax.axis_index("block"))
 
         @pl.when(warpgroup == warpgroups + 1)
         def _load():
             plgpu.set_max_registers(REGISTERS["load"], action="decrease")
-            i, j = backward_scores.tile_of(plan, owner)
-            reader = reading.Reader(plan.kinds, inputs.operands, owner.b, owner.h, None)
-            queries, keys = (
-                pl.ds(j * config.block_k, config.block_k),
-                pl.ds(i * config.block_q, config.block_q),
-            )
-            plgpu.copy_gmem_to_smem(
-                reader.at(plan.operand).at[queries, keys], shared.bias.at[0], barriers.held
-            )
-            backward_scores.load(plan, inputs, shared, barriers, owner)
+
+            def visit(owner, n):
+                i, j = backward_scores.tile_of(plan, owner)
+                reader = reading.Reader(plan.kinds, inputs.operands, owner.b, owner.h, None)
+                queries, keys = (
+                    pl.ds(j * config.block_k, config.block_k),
+                    pl.ds(i * config.block_q, config.block_q),
+                )
+                plgpu.barrier_wait(barriers.let_go)
+                plgpu.copy_gmem_to_smem(
+                    reader.at(plan.operand).at[queries, keys], shared.bias.at[0], barriers.held
+                )
+                return backward_scores.load(plan, inputs, shared, barriers, owner, n)
+
+            plan.each_owner(visit)
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
             plgpu.set_max_registers(REGISTERS["compute"], action="increase")
             for slot in range(stages):
                 plgpu.barrier_arrive(barriers.empty.at[slot])
-            sums = compute(plan, inputs, shared, barriers)
+            plgpu.barrier_arrive(barriers.let_go)
+
+            def visit(owner, n):
+                n, sums = compute(plan, inputs, shared, barriers, n)
+                i, j = backward_scores.tile_of(plan, owner)
+                k0 = i * config.block_q + warpgroup * ROWS
+                for part, x in enumerate(sums):
+                    intrinsics.store_numbers(
+                        result.at[owner.part, owner.b, owner.h], x, k0, j * config.block_k + part * TILE[1]
+                    )
+                return n
+
+            plan.each_owner(visit)
             plgpu.wait_smem_to_gmem(0)
-            i, j = backward_scores.tile_of(plan, owner)
-            k0 = i * config.block_q + warpgroup * ROWS
-            for part, x in enumerate(sums):
-                intrinsics.store_numbers(
-                    result.at[owner.part, owner.b, owner.h], x, k0, j * config.block_k + part * TILE[1]
-                )
 
         @pl.when(warpgroup == warpgroups)
         def _add():
@@ -287,7 +316,7 @@ def _kernel(plan: Plan) -> Any:
                 plgpu.barrier_arrive(barriers.empty.at[slot])
             for slot in range(2):
                 plgpu.barrier_arrive(barriers.taken.at[slot])
-            add(plan, inputs, shared, barriers)
+            plan.each_owner(lambda _, n: add(plan, inputs, shared, barriers, n))
             plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
@@ -300,7 +329,7 @@ def _kernel(plan: Plan) -> Any:
             # Only the loader reduces over warps, and only where it looks at queries.
             **({} if plan.clears_queries else {"reduction_scratch_bytes": 0}),
         ),
-        grid=(plan.blocks,),
+        grid=(plan.at_once,),
         grid_names=("block",),
         num_threads=warpgroups + 2,
         thread_name="warpgroup",
@@ -308,8 +337,17 @@ def _kernel(plan: Plan) -> Any:
     )
 
 
-def compute(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> tuple[jax.Array, ...]:
-    """Add the block's shares of dV, hand dS on, and return its sums of it: 64 keys by 64 queries, twice."""
+def compute(
+    plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, start: Any
+) -> tuple[Any, tuple[jax.Array, ...]]:
+    """Go through what shares a tile of the bias: add its shares of dV, hand dS on, and sum it.
+
+    Args:
+      start: number of the first tile.
+
+    Returns:
+      The number after that of the end, and the sums of 64 keys by all queries, in parts.
+    """
     dtype, stages, dv = plan.problem.dtype, jnp.int32(plan.config.stages), plan.padded[1]
     plgpu.barrier_wait(barriers.held)
     entry = backward_scores.read_place(plan, shared)
@@ -383,14 +421,16 @@ def compute(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> t
         plgpu.barrier_arrive(barriers.empty.at[slot])
         return n + 1, wait(n + 1), sums
 
-    start = (plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), plgpu.Layout.WGMMA),) * PARTS
-    first = jnp.int32(0)
-    _, _, sums = lax.while_loop(lambda state: state[1], step, (first, wait(first), start))
-    return sums
+    zeros = (plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), plgpu.Layout.WGMMA),) * PARTS
+    end, _, sums = lax.while_loop(lambda state: state[1], step, (start, wait(start), zeros))
+    intrinsics.gather_warps()  # all have read that it is the end
+    plgpu.barrier_arrive(barriers.empty.at[lax.rem(end, stages)])
+    plgpu.barrier_arrive(barriers.let_go)
+    return end + 1, sums
 
 
-def add(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> None:
-    """Compute dQ and dK of every tile from dS, and add them."""
+def add(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, start: Any) -> Any:
+    """Compute dQ and dK of these tiles from dS, and add them; arguments and numbers as of `compute`."""
     stages = jnp.int32(plan.config.stages)
     entry = backward_scores.read_place(plan, shared)
     wait = backward_scores.wait_for_tile(plan, shared, barriers)
@@ -433,8 +473,10 @@ def add(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers) -> None:
             send(HALVES + own, inputs.dk.at[number, own, 0], dk)
         return n + 1, wait(n + 1)
 
-    first = jnp.int32(0)
-    lax.while_loop(lambda state: state[1], step, (first, wait(first)))
+    end, _ = lax.while_loop(lambda state: state[1], step, (start, wait(start)))
+    intrinsics.gather_warps()  # all have read that it is the end
+    plgpu.barrier_arrive(barriers.empty.at[lax.rem(end, stages)])
+    return end + 1
 
 
 def _tile_of_keys(plan: Plan, b: Any, h: Any, i: Any) -> Any:

@@ -333,7 +333,7 @@ def _kernel(plan: Plan, dtype: Any) -> Any:
         @pl.when(warpgroup == warpgroups)
         def _load():
             plgpu.set_max_registers(config.registers[1], action="decrease")
-            load(plan, inputs, shared, barriers, owner)
+            load(plan, inputs, shared, barriers, owner, jnp.int32(0))
 
         @pl.when(warpgroup < warpgroups)
         def _compute():
@@ -379,7 +379,7 @@ class Owner(NamedTuple):
 
 
 def owner_of(plan: Plan, block: Any) -> Owner:
-    """Return what a block owns.
+    """Return what a block owns, one of `Plan.blocks`.
 
     Blocks that run at the same time go through the same batch rows, so that these, and what is added for
     them, stay in the L2 cache.
@@ -406,8 +406,15 @@ class Item(NamedTuple):
     i: Any
 
 
-def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: Owner) -> None:
-    """Load what every tile needs that reads the block's entries, and say where each is."""
+def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: Owner, start: Any) -> Any:
+    """Load what every tile needs that reads the block's entries, and say where each is.
+
+    Args:
+      start: number of the first tile, 0 where the kernel walks.
+
+    Returns:
+      The number after that of the end.
+    """
     problem, config = plan.problem, plan.config
 
     def load_tile(n, b, h, i, j, partial):
@@ -459,11 +466,12 @@ def load(plan: Plan, inputs: Global, shared: Shared, barriers: Barriers, owner: 
 
         count = walk.drive(plan, inputs, item, one, lambda count: None, None)
     else:
-        count = _each_sharing(plan, owner, functools.partial(_each_tile, plan, owner, visit))
+        count = _each_sharing(plan, owner, functools.partial(_each_tile, plan, owner, visit), start)
     slot = lax.rem(count, jnp.int32(config.stages))
     plgpu.barrier_wait(barriers.empty.at[slot])
     _write_place(plan, shared, count, (jnp.int32(-1), *[jnp.int32(0)] * 4))
     _arrive(plan, shared, barriers.full.at[slot])
+    return count + 1
 
 
 def _arrive(plan: Plan, shared: Any, full: Any) -> None:
@@ -477,8 +485,8 @@ def copies(plan: Plan, shared: Any) -> int:
     return sum(x.copies for x in plan.shapes.values()) + 2 + len(shared.cols)
 
 
-def _each_sharing(plan: Plan, owner: Owner, each: Any) -> Any:
-    """Run ``each(b, h, n) -> n`` for the batch rows and heads that share what a block owns, from n = 0."""
+def _each_sharing(plan: Plan, owner: Owner, each: Any, start: Any) -> Any:
+    """Run ``each(b, h, n) -> n`` for the batch rows and heads that share what a block owns, from start."""
     b, h, *_ = plan.shape
     heads = plan.problem.heads if h == 1 else 1
 
@@ -487,7 +495,7 @@ def _each_sharing(plan: Plan, owner: Owner, each: Any) -> Any:
         return each(owner.b + row * b, owner.h + head, n)
 
     first, end = (lax.div((owner.part + i) * plan.sharing, jnp.int32(plan.splits)) for i in (0, 1))
-    return lax.fori_loop(first, end, step, jnp.int32(0))
+    return lax.fori_loop(first, end, step, start)
 
 
 def _each_tile(plan: Plan, owner: Owner, visit: Any, b: Any, h: Any, n: Any) -> Any:
