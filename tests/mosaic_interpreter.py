@@ -266,6 +266,8 @@ def _inline(self: Any, equation: Any, token: Any, inputs: Any, flight: list) -> 
         return token, [number]
     if name == "place":
         return token, [jnp.arange(equation.outvars[0].aval.shape[0], dtype=jnp.int32)]
+    if name == "widen":
+        return token, [inputs[0].astype(jnp.float32)]
     if name in ("drop", "drop_turned"):
         x, *words = inputs
         return token, [jnp.where(_keeps(x.shape[1], *words, name == "drop_turned"), x, 0.0)]
@@ -373,8 +375,9 @@ def _diagonals_at(memory, place, row, column, last, shape, turned=False):
     return array[np.clip(distance + int(last), 0, len(array) - 1)]
 
 
-def _put_numbers(memory, place, tile, row, column):
-    _put(memory, place, tile.astype(_content(memory, place).dtype), row, column)
+def _put_numbers(memory, place, tile, row, column, turned=False):
+    tile, at = (tile.T, (column, row)) if turned else (tile, (row, column))
+    _put(memory, place, tile.astype(_content(memory, place).dtype), *at)
 
 
 def _diagonal_sums(memory, place, shape):
@@ -407,6 +410,7 @@ _ON_HOST = {
     "diagonals": _diagonals_at,
     "diagonals_turned": functools.partial(_diagonals_at, turned=True),
     "put_numbers": _put_numbers,
+    "put_numbers_turned": functools.partial(_put_numbers, turned=True),
     "diagonal_sums": _diagonal_sums,
 }
 

@@ -4,16 +4,18 @@ A block owns a tile of the bias and goes through the batch rows, as in `backward
 small the products are cheap, and the probabilities are what costs: here they are made once, in place of once
 for dQ, dK and dV and once more for the bias. The block adds its shares of dQ, dK and dV to float32 numbers in
 global memory, as `backward_keys` does with dQ, and keeps the sum of dS in registers. Rows are keys. Each of
-two warpgroups has 64 of them and takes 128 queries in two halves:
+two warpgroups has 64 of them and takes 128 queries in four parts:
 
-    issue S = K Qᵀ and dP = V dOᵀ of a half    S starts from the bias, in shared memory
-    wait for S; P; mask; issue dV += P dO
-    wait; dS to its sum, and to shared memory
+    issue S = K Qᵀ and dP = V dOᵀ of a part
+    the bias, from shared memory; wait for S; P; mask; issue dV += P dO
+    wait for dP; dS to shared memory, and to its sum; wait for dV
 
 and adds its dV. A third one computes and adds dQ and dK from dS, a tile behind them. The TMA adds, from
-shared memory: threads that add would wait for one another's numbers to leave, as stores to shared memory do.
+shared memory: where threads add, stores to shared memory wait until what they add has left.
 
 A block owns several tiles of the bias in turn, so that the loads of one run under the end of the one before.
+At the end of each it adds the sum of dS to what other blocks, with other batch rows, found for the tile. A
+last kernel, of a warpgroup a block, turns these sums into the shape and dtype of the bias.
 
 Barriers beside those of `backward_scores`: held, the tile of the bias, and let_go, that nobody needs it any
 more; handed and taken, a tile of dS, of which there are two, on its way from the first two warpgroups to the
@@ -51,6 +53,7 @@ from flashjax.backends.hopper import (
 )
 from flashjax.backends.hopper import config as configs
 from flashjax.backends.hopper.config import ROWS, ScoresConfig
+from flashjax.backends.hopper.logits import LOG2E
 from flashjax.problem import Inputs, Problem, Wanted
 
 HALVES = 2  # of the queries of a tile
@@ -72,6 +75,14 @@ class Plan(backward_scores.Plan):
     """
 
     sends: int
+
+    @property
+    def splits(self) -> int:
+        """Those with which the GPU is done first; a tile of the bias costs about as much as a batch row."""
+        rows, heads = self.owned
+        room, owned = hopper.multiprocessors(), rows * heads * self.places
+        time = lambda n: -(-owned * n // room) * (self.sharing / n + 1)
+        return min(range(1, max(1, self.sharing // FEWEST) + 1), key=time)
 
     @property
     def at_once(self) -> int:
@@ -119,9 +130,10 @@ class Plan(backward_scores.Plan):
         )
 
     @property
-    def result(self) -> tuple[int, ...]:
-        b, h, queries, keys = self.shape
-        return self.splits, b, h, keys, queries
+    def sums_of_tiles(self) -> tuple[int, ...]:
+        """Shape of the sums of dS, of a tile in parts."""
+        rows, heads = self.owned
+        return rows * heads * self.places, self.config.warpgroups, PARTS, ROWS * TILE[1]
 
 
 class Global(NamedTuple):
@@ -139,6 +151,7 @@ class Global(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
+    sums: Any
 
 
 class Shared(NamedTuple):
@@ -213,20 +226,47 @@ def gradients(
     operands = packing.pack_all(problem, inputs, plan.view)
     bounds = walk.bounds(inputs.mask, problem, plan.view) if plan.traits.scans else {}
     qkv = inputs.query, inputs.key, inputs.value
-    arrays = Global(*qkv, dout, *starts, scale, operands, bounds, None, None, None)
+    arrays = Global(*qkv, dout, *starts, scale, operands, bounds, None, None, None, None)
     bias = inputs.scores.operands()[plan.name].array
     kernel = _kernel(plan)
 
     def body(refs):
-        *totals, sums = refs
-        sums[...] = kernel(arrays._replace(**dict(zip(("dq", "dk", "dv"), totals, strict=True))))
+        kernel(arrays._replace(**dict(zip(("dq", "dk", "dv", "sums"), refs, strict=True))))
 
-    # The kernel adds to the totals in place; the sums are written as a whole: their zeros never come to be.
-    starts_at = [jnp.zeros(shape, jnp.float32) for shape in (*plan.totals[1:], plan.result)]
+    # The kernel adds to the totals in place.
+    starts_at = [jnp.zeros(shape, jnp.float32) for shape in (*plan.totals[1:], plan.sums_of_tiles)]
     *totals, sums = pl.run_state(body)((zeros, *starts_at))
     finish = lambda total, x, scales: backward_finish.finish(problem, total, x.shape, scale, scales)
     found = map(finish, totals, (inputs.query, inputs.key, inputs.value), (True, True, False))
-    return *found, sums.sum(0).swapaxes(2, 3).astype(bias.dtype)
+    return *found, _gather(plan, sums, bias.dtype)
+
+
+def _gather(plan: Plan, sums: jax.Array, dtype: Any) -> jax.Array:
+    """Return the gradient of the bias: the sums of its tiles, in the shape and dtype of the bias."""
+    owners, warpgroups, parts, _ = sums.shape
+
+    def body(sums, result):
+        tile, warpgroup, part = (lax.axis_index(name) for name in ("tile", "warpgroup", "part"))
+        # Which batch rows were whose does not matter here.
+        owner = backward_scores.owner_of(plan, tile)
+        i, j = backward_scores.tile_of(plan, owner)
+        intrinsics.store_numbers(
+            result.at[owner.b, owner.h],
+            intrinsics.load_tile(sums.at[tile, warpgroup, part], TILE[1]),
+            i * plan.view.block_rows + warpgroup * ROWS,
+            j * plan.view.block_columns + part * TILE[1],
+            turned=True,
+        )
+
+    kernel = plgpu.kernel(
+        hopper.without_mesh(body),
+        out_type=jax.ShapeDtypeStruct(plan.shape, dtype if dtype.itemsize <= 4 else jnp.float32),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=0),
+        grid=(owners, warpgroups, parts),
+        grid_names=("tile", "warpgroup", "part"),
+        kernel_name="flash_attention_backward_bias",
+    )
+    return kernel(sums).astype(dtype)
 
 
 def _shared(plan: Plan) -> Shared:
@@ -265,7 +305,7 @@ def _kernel(plan: Plan) -> Any:
         taken=plgpu.Barrier(num_barriers=2),
     )
 
-    def body(inputs, result, shared, barriers):
+    def body(inputs, shared, barriers):
         name = lambda key: transfers.names(getattr(shared, key), shapes[key])[0]
         shared = shared._replace(**{key: name(key) for key in shapes})
         warpgroup = lax.axis_index("warpgroup")
@@ -298,12 +338,9 @@ def _kernel(plan: Plan) -> Any:
 
             def visit(owner, n):
                 n, sums = compute(plan, inputs, shared, barriers, n)
-                i, j = backward_scores.tile_of(plan, owner)
-                k0 = i * config.block_q + warpgroup * ROWS
+                number = (owner.b * plan.owned[1] + owner.h) * plan.places + owner.place
                 for part, x in enumerate(sums):
-                    intrinsics.store_numbers(
-                        result.at[owner.part, owner.b, owner.h], x, k0, j * config.block_k + part * TILE[1]
-                    )
+                    intrinsics.add_tile(inputs.sums.at[number, warpgroup, part], x)
                 return n
 
             plan.each_owner(visit)
@@ -321,7 +358,7 @@ def _kernel(plan: Plan) -> Any:
 
     return plgpu.kernel(
         hopper.without_mesh(body),
-        out_type=jax.ShapeDtypeStruct(plan.result, jnp.float32),
+        out_type=(),
         scratch_types=[scratch, barriers],
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -377,23 +414,22 @@ def compute(
                 start = i() * plan.view.block_rows + warpgroup * ROWS
                 reader = reading.Reader(plan.kinds, inputs.operands, b(), h(), start)
                 bias = plgpu.load(shared.bias.at[0, queries, own].T, layout=plgpu.Layout.WGMMA)
-                return reading.Rows(reader, {plan.operand: bias.astype(jnp.float32), **reader.rows()})
+                return reading.Rows(reader, {plan.operand: intrinsics.widen(bias), **reader.rows()})
 
             cols = {name: ref.at[:, queries] for name, ref in shared.cols.items()}
             column = lambda: j() * plan.view.block_columns + part * TILE[1]
             tile = recompute.Tile(plan, cols, slot, column, rows)
 
             def slopes(s_acc, dp_acc):
-                lse = lambda: along(shared.lse)
-                recompute.begin(s_acc, tile, lse)
-                recompute.begin_slopes(dp_acc, plan, lambda: along(shared.delta))
                 plgpu.wgmma(s_acc, k.at[own], q.T)
                 plgpu.wgmma(dp_acc, v.at[own], do.T)
+                # The difference first: a bias may be as large as a float can be, and lse with it.
+                added = tile.ask(reading.added, TILE[1]) - along(shared.lse)
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                p, _ = recompute.weights(inputs.scale, s, tile, lse)
+                p = jnp.exp2((s * plan.problem.default_scale + added) * LOG2E)
                 p = recompute.hide(tile, partial() != 0, p)
                 plgpu.wgmma(dv_acc, p.astype(dtype), do)
-                ds = p * plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+                ds = p * (plgpu.wgmma_accumulator_load(dp_acc, wait_n=1) + along(shared.delta))
                 if part == 0:
                     plgpu.barrier_wait(barriers.taken.at[ds_slot])
                 half, column = divmod(part * TILE[1], ROWS)

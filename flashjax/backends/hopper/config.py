@@ -204,8 +204,8 @@ def choose_backward(problem: Problem, traits: BackwardTraits) -> BackwardConfig:
     narrow = "product" if problem.dtype == jnp.bfloat16 else "weights"
     drops = problem.dropout_rate > 0
     if widest > 64:  # needs all registers that a thread may have
-        schedule = "queue" if traits.scans or problem.key_length <= 4096 else "blocks"
-        return BackwardConfig(narrow=narrow, ordered="early" if drops else "late", schedule=schedule)
+        schedule = "queue" if traits.scans or drops or problem.key_length <= 4096 else "blocks"
+        return BackwardConfig(narrow=narrow, ordered="late", schedule=schedule)
     busy = traits.scans or traits.clears_queries or traits.pieces
     if drops:  # with twice as many queries it spills
         return BackwardConfig(narrow=narrow, ordered="early")
@@ -216,6 +216,14 @@ def columns_by_roles(problem: Problem) -> tuple[int, int]:
     """Return the columns of q and k, and of v, in shared memory: by roles each warpgroup has 64 at least."""
     d, dv = padded(problem.head_dim), padded(problem.value_dim)
     return max(d, 128), max(dv, 128)
+
+
+def _adds_halves(problem: Problem) -> bool:
+    """Whether all that comes between is biases of 16 bits, in rows that the TMA takes."""
+    if problem.scores is None or not problem.scores.additive or problem.dropout_rate > 0:
+        return False
+    arrays = [operand.array for operand in problem.scores.operands().values()]
+    return problem.key_length % 8 == 0 and all(x.dtype.itemsize == 2 and min(x.shape[2:]) > 1 for x in arrays)
 
 
 # Registers of a thread that computes and of one that loads: all that a block has, cut otherwise. Three
@@ -234,6 +242,8 @@ def _fastest(problem: Problem, traits: Traits) -> Config:
         return Config(ordered=False) if problem.scores is None else Config(block_k=64, ordered=False)
     if max(d, dv) <= 64:
         large = Config(warpgroups=3, registers=(160, 32))
+        if max(d, dv) <= 32 and _adds_halves(problem) and not traits.scans:
+            return large._replace(stages=2, schedule=schedule)
         if traits.scans or more:  # key tiles of 128 spill
             return large._replace(block_k=64, stages=4, schedule=schedule, sums_first=False)
         if keys <= 1024 or (keys <= 2048 and not plain):
@@ -245,7 +255,8 @@ def _fastest(problem: Problem, traits: Traits) -> Config:
     if max(d, dv) <= 128:
         if plain and keys >= 4096 and not traits.busy and not more:
             return Config(block_k=192)  # needs all registers that a thread may have
-        return Config(schedule=schedule, ordered=plain or traits.scans or isinstance(problem.mask, Causal))
+        ordered = plain or traits.scans or isinstance(problem.mask, Causal)
+        return Config(schedule=schedule, ordered=ordered, sums_first=problem.dropout_rate == 0)
     if dv <= 128 and d <= 192:
         return Config()
     return Config(block_k=64, wait_early=not plain)

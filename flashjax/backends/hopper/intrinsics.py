@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mosaic
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
 from flashjax.backends.hopper.config import WARPGROUP
 
@@ -366,6 +366,28 @@ def load_numbers(ref: Any, row: jax.Array, column: jax.Array, count: int, turned
     return _tile_of(load, count)(ref, row, column)
 
 
+def widen(x: jax.Array) -> jax.Array:
+    """Return a tile in the layout of an accumulator as float32.
+
+    A pair of bfloat16 takes two instructions; the compiler makes three of its own conversion.
+    """
+
+    def widen(_, x):
+        f32, i32 = ir.F32Type.get(), _int32_type()
+        pair_of, word = ir.VectorType.get((2,), f32), ir.VectorType.get((1,), i32)
+        pairs = []
+        for pair in x.registers.flat:
+            bits = vector.extract(vector.bitcast(word, pair), [], [0])
+            halves = arith.shli(bits, _int32(16)), arith.andi(bits, _int32(-(2**16)))
+            pairs.append(vector.from_elements(pair_of, [arith.bitcast(f32, half) for half in halves]))
+        return _accumulator(pairs, x.shape[1])
+
+    if x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)(widen)(x)
+
+
 def touch_numbers(ref: Any, row: jax.Array, column: jax.Array, rows: int, columns: int) -> None:
     """Bring part of an array of numbers into the L1 cache, and do not wait for it: others load it soon.
 
@@ -445,37 +467,56 @@ def load_diagonals(
     return _tile_of(load, count, 3)(ref, row, column, jnp.int32(queries - 1))
 
 
-def store_numbers(ref: Any, tile: jax.Array, row: jax.Array, column: jax.Array) -> None:
+def store_numbers(ref: Any, tile: jax.Array, row: jax.Array, column: jax.Array, turned: bool = False) -> None:
     """Store a tile of numbers, rounded to the dtype of the array, and nothing beyond its end.
 
     Args:
-      ref: ``[rows, columns]`` in global memory, of 32 bits or fewer each.
+      ref: ``[rows, columns]`` in global memory, of 32 bits or fewer each, or ``[columns, rows]`` if turned.
       tile: float32 ``[64, count]`` in the layout of an accumulator.
       row, column: where it goes, int32.
+      turned: whether the array lies the other way round.
     """
 
     def put(_, ref, tile, row, column):
         i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
         kind = ir.MemRefType(ref.type)
-        sizes, (strides, _) = kind.shape, kind.get_strides_and_offset()
+        sizes, (strides, _) = list(kind.shape), kind.get_strides_and_offset()
+        if turned:
+            sizes, strides = sizes[::-1], strides[::-1]
         base = mosaic.utils.memref_ptr(ref)
         place = zip(_own_place(), (row, column), strict=True)
         own_row, own_column = (arith.addi(x, at.registers.item()) for x, at in place)
-        below = lambda x, most: arith.cmpi(arith.CmpIPredicate.slt, x, _int32(most))
-        for n, pair in enumerate(tile.registers.flat):
-            at = arith.addi(own_row, _int32(8 * (n % 2)))
+        # Two at once where these lie in the array or beyond it together.
+        wide = 2 if strides[1] == 1 and sizes[1] % 2 == 0 and strides[0] % 2 == 0 else 1
+        size = wide * kind.element_type.width
+        number, letter = ir.IntegerType.get_signless(size), "h" if size == 16 else "l" if size == 64 else "r"
+        rows = []
+        for down in (0, 1):
+            at = arith.addi(own_row, _int32(8 * down))
             start = arith.muli(arith.extsi(i64, at), arith.constant(i64, strides[0]))
-            for i in (0, 1):
+            rows.append(
+                (at, llvm.getelementptr(base.type, base, [start], [DYNAMIC], kind.element_type, None))
+            )
+        for n, pair in enumerate(tile.registers.flat):
+            at, start = rows[n % 2]
+            for i in range(0, 2, wide):
+                x = vector.extract_strided_slice(ir.VectorType.get((wide,), f32), pair, [i], [wide], [1])
+                if kind.element_type != f32:
+                    x = arith.truncf(ir.VectorType.get((wide,), kind.element_type), x)
+                x = vector.extract(vector.bitcast(ir.VectorType.get((1,), number), x), [], [0])
                 column = arith.addi(own_column, _int32(8 * (n // 2) + i))
-                inside = arith.andi(below(at, sizes[0]), below(column, sizes[1]))
-                x = vector.extract(pair, [], [i])
-                with ir.InsertionPoint(scf.IfOp(inside).then_block):
-                    offset = arith.addi(start, arith.extsi(i64, column))
-                    to = llvm.getelementptr(base.type, base, [offset], [DYNAMIC], kind.element_type, None)
-                    llvm.store(x if kind.element_type == f32 else arith.truncf(kind.element_type, x), to)
-                    scf.yield_([])
+                along = arith.muli(arith.extsi(i64, column), arith.constant(i64, strides[1]))
+                to = llvm.getelementptr(base.type, start, [along], [DYNAMIC], kind.element_type, None)
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"),
+                    [to, at, column, x],
+                    f"{{ .reg .pred p; setp.lt.s32 p, $1, {sizes[0]}; setp.lt.and.s32 p, $2, {sizes[1]}, p; "
+                    f"@p st.global.b{size} [$0], $3; }}",
+                    f"l,r,r,{letter}",
+                    has_side_effects=True,
+                )
 
-    put.__name__ = "put_numbers"
+    put.__name__ = "put_numbers_turned" if turned else "put_numbers"
     splat = plgpu.Layout.WG_SPLAT
     _inline(put, (plgpu.RefType(), plgpu.Layout.WGMMA, splat, splat))(ref, tile, row, column)
 

@@ -116,7 +116,7 @@ class Reader(NamedTuple):
                 ref, own = cols[name], pl.ds(self.offset, ROWS)
                 tile = ref.at[slot if ref.shape[0] > 1 else 0]
                 x = plgpu.load(tile.at[:, own].T if view.by_key else tile.at[own], layout=WGMMA)
-                x = x.astype(jnp.float32)
+                x = intrinsics.widen(x)
             elif kind.form == "diagonal":
                 queries = view.columns if view.by_key else view.rows
                 x = intrinsics.load_diagonals(
