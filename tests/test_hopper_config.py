@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from flashjax import Causal, Segments, SlidingWindow, masks
+from flashjax import Causal, Segments, SlidingWindow, masks, scores
 from flashjax.backends import hopper
 from flashjax.backends.hopper import config as configs
 from flashjax.operands import Sizes
@@ -15,7 +15,7 @@ from flashjax.problem import Problem, abstract
 if jax.__version_info__ < hopper.NEEDS_JAX:
     pytest.skip(f"the kernel needs jax 0.11, and this is {jax.__version__}", allow_module_level=True)
 
-from flashjax.backends.hopper import backward, forward, hidden, recompute, walk
+from flashjax.backends.hopper import backward, backward_pairs, forward, hidden, recompute, walk
 
 
 def _problem(mask=None, length=4096, dim=128, value_dim=None):
@@ -57,6 +57,30 @@ def test_choose_backward_gives_no_more_registers_than_a_block_is_launched_with()
         for compute, load in (config.registers, queries.registers):
             assert 2 * compute + load <= 65536 // (128 * 3) // 8 * 8 * 3
             assert compute % 8 == load % 8 == 0
+
+
+def test_pairs_gives_no_more_registers_than_a_block_is_launched_with():
+    registers = backward_pairs.REGISTERS
+    assert 2 * registers["compute"] + registers["add"] + registers["load"] <= 65536 // 128
+    assert all(x % 8 == 0 for x in registers.values())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "block_k"),
+    [
+        ((1, 4, 256, 256), "bfloat16", 128),
+        ((1, 4, 256, 256), "float32", 64),
+        ((1, 4, 250, 250), "bfloat16", 64),
+        ((2, 1, 1, 256), "bfloat16", 64),
+    ],
+)
+def test_choose_takes_wide_key_tiles_where_a_bias_of_halves_is_staged(shape, dtype, block_k):
+    length = shape[3]
+    bias = scores.from_arguments(
+        jnp.zeros(shape, dtype), None, None, None, Sizes(2, 4, length, length, None, None)
+    )
+    problem = dataclasses.replace(_problem(None, length, 32), scores=abstract(bias))
+    assert configs.choose(problem, forward._traits(problem)).block_k == block_k
 
 
 def test_choose_backward_rounds_no_product_that_may_overflow():

@@ -106,8 +106,8 @@ class Plan(backward_scores.Plan):
 
     @property
     def held(self) -> list[str]:
-        """Nothing: the tile of the bias lies in shared memory."""
-        return []
+        """What no tile loads: the bias, which lies in shared memory."""
+        return [self.operand]
 
     @property
     def operand(self) -> str:
@@ -424,9 +424,9 @@ def compute(
                 plgpu.wgmma(s_acc, k.at[own], q.T)
                 plgpu.wgmma(dp_acc, v.at[own], do.T)
                 # The difference first: a bias may be as large as a float can be, and lse with it.
-                added = tile.ask(reading.added, TILE[1]) - along(shared.lse)
+                added = (tile.ask(reading.added, TILE[1]) - along(shared.lse)) * LOG2E
                 s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-                p = jnp.exp2((s * plan.problem.default_scale + added) * LOG2E)
+                p = jnp.exp2(s * (plan.problem.default_scale * LOG2E) + added)
                 p = recompute.hide(tile, partial() != 0, p)
                 plgpu.wgmma(dv_acc, p.astype(dtype), do)
                 ds = p * (plgpu.wgmma_accumulator_load(dp_acc, wait_n=1) + along(shared.delta))

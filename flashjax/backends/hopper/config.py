@@ -144,11 +144,13 @@ class Traits(NamedTuple):
       scans: the loader looks for the visible tiles (see `walk`).
       looks: it looks through V for what is not finite (see `hidden`).
       pieces: tiles move in pieces (see `transfers`).
+      adds_halves: all that comes between is added, of 16 bits, and can be staged (see `packing`).
     """
 
     scans: bool
     looks: bool
     pieces: bool
+    adds_halves: bool
 
     @property
     def busy(self) -> bool:
@@ -218,14 +220,6 @@ def columns_by_roles(problem: Problem) -> tuple[int, int]:
     return max(d, 128), max(dv, 128)
 
 
-def _adds_halves(problem: Problem) -> bool:
-    """Whether all that comes between is biases of 16 bits, in rows that the TMA takes."""
-    if problem.scores is None or not problem.scores.additive or problem.dropout_rate > 0:
-        return False
-    arrays = [operand.array for operand in problem.scores.operands().values()]
-    return problem.key_length % 8 == 0 and all(x.dtype.itemsize == 2 and min(x.shape[2:]) > 1 for x in arrays)
-
-
 # Registers of a thread that computes and of one that loads: all that a block has, cut otherwise. Three
 # compute warpgroups have none to give: with 152 their products are serialized.
 BUSY_LOADER = {(240, 24): (224, 56)}
@@ -242,7 +236,7 @@ def _fastest(problem: Problem, traits: Traits) -> Config:
         return Config(ordered=False) if problem.scores is None else Config(block_k=64, ordered=False)
     if max(d, dv) <= 64:
         large = Config(warpgroups=3, registers=(160, 32))
-        if max(d, dv) <= 32 and _adds_halves(problem) and not traits.scans:
+        if max(d, dv) <= 32 and traits.adds_halves and not traits.scans:
             return large._replace(stages=2, schedule=schedule)
         if traits.scans or more:  # key tiles of 128 spill
             return large._replace(block_k=64, stages=4, schedule=schedule, sums_first=False)

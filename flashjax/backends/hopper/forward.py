@@ -173,7 +173,15 @@ def _traits(problem: Problem) -> configs.Traits:
         scans=walk.scans(problem),
         looks=hidden.possible(problem),
         pieces=transfers.in_pieces(problem),
+        adds_halves=logits.adds(problem) and problem.dropout_rate == 0 and _halves(problem),
     )
+
+
+def _halves(problem: Problem) -> bool:
+    """Whether all that scores read is of 16 bits and can be staged."""
+    kinds = packing.kinds(problem, staged=True)
+    own = [kinds[packing.SCORES + name] for name in problem.scores.operands()]
+    return bool(own) and all(kind.form == "staged" and kind.dtype.itemsize == 2 for kind in own)
 
 
 def _plan(problem: Problem, traits: configs.Traits, config: Config) -> Plan:
