@@ -504,9 +504,8 @@ def _each_tile(plan: Plan, owner: Owner, visit: Any, b: Any, h: Any, n: Any) -> 
     if plan.form == "tile":
         return visit(b, h, *tile_of(plan, owner), n)
     warpgroups = plan.config.warpgroups
-    above = owner.place - warpgroups * (
-        rows - 1
-    )  # tiles of 64 that the block's diagonal lies above the main one
+    # Tiles of 64 that the block's diagonal lies above the main one.
+    above = owner.place - warpgroups * (rows - 1)
 
     def down(i, n):
         j = warpgroups * i + above
